@@ -1,0 +1,78 @@
+"""A trainer for people who train and run vision models: the public names, and nothing else.
+
+Each name is imported when it is first used, so that `import sanctuary_trainer` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sanctuary_trainer.callback import Callback, register_callback
+    from sanctuary_trainer.errors import (
+        CallbackError,
+        DataError,
+        NotSupportedError,
+        RankError,
+        RunFolderError,
+        SanctuaryError,
+        SettingsError,
+        TaskError,
+    )
+    from sanctuary_trainer.loops.predict import load_predictions
+    from sanctuary_trainer.run import Run
+    from sanctuary_trainer.state import RunState
+    from sanctuary_trainer.task import VisionTask
+    from sanctuary_trainer.trainer import FitResult, Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "DataError",
+    "FitResult",
+    "NotSupportedError",
+    "RankError",
+    "Run",
+    "RunFolderError",
+    "RunState",
+    "SanctuaryError",
+    "SettingsError",
+    "TaskError",
+    "Trainer",
+    "VisionTask",
+    "load_predictions",
+    "register_callback",
+]
+
+_ROOMS = {
+    "callback": ("Callback", "register_callback"),
+    "errors": (
+        "CallbackError",
+        "DataError",
+        "NotSupportedError",
+        "RankError",
+        "RunFolderError",
+        "SanctuaryError",
+        "SettingsError",
+        "TaskError",
+    ),
+    "loops.predict": ("load_predictions",),
+    "run": ("Run",),
+    "state": ("RunState",),
+    "task": ("VisionTask",),
+    "trainer": ("FitResult", "Trainer"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
