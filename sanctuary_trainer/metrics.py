@@ -1,0 +1,212 @@
+"""Metric objects (torchmetrics): recognised, put aside, merged over ranks, and their results as scalars.
+
+torchmetrics is never imported here unless a task brought it: the import alone costs seconds.
+
+    metrics_aside(task)     around an evaluation: training's states go aside and come back
+    merged(metrics, ranks)  around compute: every metric holds the states of all ranks
+    entries(name, result)   what compute returned, as names and numbers
+
+torchmetrics' own synchronisation is not used: it needs every rank to call it, and dies or loses samples where list
+states are uneven or empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sanctuary_trainer.errors import TaskError
+
+_Packed = tuple[int, dict[str, Any]]  # number of updates, states
+
+
+class Ranks(Protocol):
+    """What reducing over ranks needs of `Devices`. Every rank must call each gather, in the same order."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather_objects(self, obj: Any) -> list[Any]: ...
+
+    def gather_floats(self, values: list[float]) -> list[list[float]]: ...
+
+
+def _is_metric(value: object) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def is_metric_or_collection(value: object) -> bool:
+    if not isinstance(value, nn.Module):
+        return False
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def metrics_in(module: nn.Module) -> list[Any]:
+    return [inner for inner in module.modules() if _is_metric(inner)]
+
+
+def _own_states(metric: Any) -> list[str]:
+    """ClasswiseWrapper shows its inner metric's states as its own; merged twice they would count double."""
+    return [name for name in metric._defaults if name in vars(metric)]
+
+
+def _is_updated(metric: Any) -> bool:
+    if len(metrics_in(metric)) == 1:
+        return bool(metric._update_count > 0)
+    # Wrappers do not count their updates. Those with states of their own (Running) show it there.
+    return any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in _own_states(metric))
+
+
+def _is_default(state: Any, default: Any) -> bool:
+    if isinstance(default, Tensor):
+        return isinstance(state, Tensor) and torch.equal(state.cpu(), default.cpu())
+    return len(state) == 0
+
+
+def reset(metric: Any) -> None:
+    # A state made under inference mode could not be added to in place by the next training step.
+    with torch.inference_mode(False):
+        metric.reset()
+
+
+def _copied(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state) if isinstance(state, list) else state
+
+
+@contextmanager
+def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[None]:
+    """Put the states of the task's metrics aside for an evaluation, and back afterwards, also after an exception.
+
+    Inside, every metric starts as its own `reset` leaves it. Afterwards metrics that held data have exactly the states
+    of before; the others are reset, which leaves what outlives a reset by the metric's own rule (MinMaxMetric's
+    extremes, FID's real features). leave_no_trace: put those back, too (sanity validation).
+    """
+    metrics = metrics_in(task)
+    saved = [
+        (metric, dict(vars(metric)))
+        for metric in metrics
+        if leave_no_trace or any(_is_updated(inner) for inner in metrics_in(metric))
+    ]
+    with torch.inference_mode(False), torch.no_grad():
+        for metric, attributes in saved:
+            for name in _own_states(metric):
+                # Copies, because `reset` empties lists in place and an update adds to tensors in place.
+                vars(metric)[name] = _copied(attributes[name])
+    for metric, _ in saved:
+        reset(metric)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            reset(metric)
+        for metric, attributes in saved:
+            vars(metric).clear()
+            vars(metric).update(attributes)
+
+
+def reset_metrics(task: nn.Module) -> None:
+    """Reset every metric of the task: a new run must not see the samples of one that was interrupted."""
+    for metric in metrics_in(task):
+        reset(metric)
+
+
+@contextmanager
+def merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
+    """Give every metric the states of all ranks for the time of a compute; yields ids of those updated on any rank.
+
+    A rank that did not update a metric takes no part in merging it, and a state of one rank stays as it is: so empty
+    ranks change nothing. torchmetrics' own synchronisation is off inside.
+    """
+    mine = [_packed(metric) if _is_updated(metric) else None for metric in metrics]
+    everyone = devices.gather_objects(mine) if devices.world_size > 1 else [mine]
+    saved = [dict(vars(metric)) for metric in metrics]
+    updated: set[int] = set()
+    try:
+        for i, metric in enumerate(metrics):
+            parts: list[_Packed] = [part for packed in everyone if (part := packed[i]) is not None]
+            vars(metric).update(_to_sync=False, _computed=None)
+            if not parts:
+                continue
+            updated.add(id(metric))
+            if devices.world_size > 1:
+                counts = [count for count, _ in parts]
+                vars(metric)["_update_count"] = sum(counts)
+                for name in _own_states(metric):
+                    vars(metric)[name] = _merge(metric, name, counts, [states[name] for _, states in parts])
+        yield updated
+    finally:
+        for metric, attributes in zip(metrics, saved, strict=True):
+            # Only what was set above: a compute may keep something of its own (MinMaxMetric's extremes).
+            names = ["_to_sync", "_computed", "_update_count", *_own_states(metric)]
+            vars(metric).update({name: attributes[name] for name in names})
+
+
+def _packed(metric: Any) -> _Packed:
+    states = {name: _to(vars(metric)[name], torch.device("cpu")) for name in _own_states(metric)}
+    return max(metric._update_count, 1), states
+
+
+def _merge(metric: Any, name: str, counts: Sequence[int], states: Sequence[Any]) -> Any:
+    """One state of the ranks that updated the metric, in rank order, as one process would have it."""
+    reduction = metric._reductions.get(name)
+    kind = getattr(reduction, "__name__", "") if reduction is not None else "none"
+    if isinstance(metric._defaults[name], list):
+        joined: Any = [item for state in states for item in (state if isinstance(state, list) else [state])]
+        if kind not in ("none", "dim_zero_cat") and len(states) > 1:
+            joined = reduction(joined)
+        return _to(joined, torch.device("cpu") if metric.compute_on_cpu else metric.device)
+    tensors = [torch.as_tensor(state) for state in states]
+    if len(tensors) == 1:
+        joined = tensors[0]
+    elif kind == "dim_zero_cat":
+        joined = torch.cat([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors])
+    elif kind == "dim_zero_mean":
+        # By updates, as torchmetrics itself joins a mean with the next batch's.
+        joined = sum(tensor.double() * count for tensor, count in zip(tensors, counts, strict=True)) / sum(counts)
+        joined = joined.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.get_default_dtype())
+    else:
+        joined = torch.stack(tensors) if kind == "none" else reduction(torch.stack(tensors))
+    return _to(joined, metric.device)
+
+
+def _to(state: Any, device: torch.device) -> Any:
+    """A state with every tensor in it on a device; compact, because pickling a view sends all that it views."""
+    if isinstance(state, Tensor):
+        state = state.detach().to(device)
+        is_view = state.untyped_storage().nbytes() > state.numel() * state.element_size()
+        return state.clone() if is_view else state
+    if isinstance(state, (list, tuple)):
+        return type(state)(_to(item, device) for item in state)
+    return state
+
+
+def entries(name: str, result: Any) -> Iterator[tuple[str, float]]:
+    """A metric's result as scalars: `name`, `name/key` of a dict, `name_0` ... of a vector or a list."""
+    if isinstance(result, Mapping):
+        for key, value in result.items():
+            # "val/" is what the empty name became: the keys alone.
+            yield from entries(f"{name}{key}" if name.endswith("/") else f"{name}/{key}", value)
+    elif (isinstance(result, Tensor) and result.dim() == 0) or isinstance(result, (float, int)):
+        yield name, float(result)
+    elif (isinstance(result, Tensor) and result.dim() == 1) or isinstance(result, (list, tuple)):
+        items = result.tolist() if isinstance(result, Tensor) else result
+        if len(items) == 1 and isinstance(result, Tensor):
+            yield name, float(items[0])
+        else:
+            for i, item in enumerate(items):
+                yield from entries(f"{name}_{i}", item)
+    elif hasattr(result, "__float__") and not isinstance(result, Tensor):
+        yield name, float(result)
+    else:
+        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise TaskError(
+            f"The metric logged as {name!r} computed {what}; numbers, vectors and dicts of these can be logged. "
+            "Show the rest as an image, for example."
+        )
