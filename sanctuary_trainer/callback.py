@@ -149,39 +149,28 @@ HOOKS: tuple[str, ...] = tuple(
 # Every hook of these fires in every callback even if the one before it raised: files and bars must be closed.
 _ALWAYS = ("on_exception", "on_fit_end", "teardown")
 
-# Lightning's hooks that have another name here; those with the same name are missing.
-_FROM_LIGHTNING = {
-    "on_train_start": "on_fit_start",
-    "on_train_end": "on_fit_end",
-    "on_sanity_check_start": "on_evaluation_start",
-    "on_sanity_check_end": "on_evaluation_end",
-    "on_validation_start": "on_evaluation_start",
-    "on_validation_end": "on_evaluation_end",
-    "on_validation_epoch_start": "on_evaluation_start",
-    "on_validation_epoch_end": "on_evaluation_end",
-    "on_validation_batch_start": "on_evaluation_start",
-    "on_validation_batch_end": "on_evaluation_batch_end",
-    "on_validation_model_eval": "on_evaluation_start",
-    "on_validation_model_train": "on_evaluation_end",
-    "on_test_start": "on_evaluation_start",
-    "on_test_end": "on_evaluation_end",
-    "on_test_epoch_start": "on_evaluation_start",
-    "on_test_epoch_end": "on_evaluation_end",
-    "on_test_batch_start": "on_evaluation_start",
-    "on_test_batch_end": "on_evaluation_batch_end",
-    "on_predict_start": "setup",
-    "on_predict_epoch_start": "setup",
-    "on_predict_batch_start": "on_predict_batch_end",
-    "on_predict_epoch_end": "teardown",
-    "on_predict_end": "teardown",
-    "on_before_backward": "on_train_batch_start",
-    "on_after_backward": "on_train_batch_end",
-    "on_before_zero_grad": "on_train_step_end",
-    "on_before_batch_transfer": "on_train_batch_start",
-    "on_after_batch_transfer": "on_train_batch_start",
-    "on_keyboard_interrupt": "on_exception",
-    "on_save_checkpoint": "state_dict",
-    "on_load_checkpoint": "load_state_dict",
+# What to write instead of hooks of Lightning and transformers that have another name here.
+_ELSEWHERE = {
+    "on_after_batch_to_device": "on_after_batch_transfer",
+    "setup": "on_predict_start on_predict_epoch_start on_init_end",
+    "on_fit_start": "on_train_start on_train_begin",
+    "on_train_epoch_start": "on_epoch_begin on_epoch_start",
+    "on_train_batch_start": "on_before_backward on_before_batch_transfer on_after_batch_transfer on_step_begin",
+    "on_train_batch_end": "on_after_backward on_substep_end",
+    "on_before_optimizer_step": "on_pre_optimizer_step",
+    "on_train_step_end": "on_before_zero_grad on_optimizer_step on_step_end",
+    "on_evaluation_start": "on_sanity_check_start on_validation_start on_validation_epoch_start "
+    "on_validation_batch_start on_validation_model_eval on_test_start on_test_epoch_start on_test_batch_start",
+    "on_evaluation_batch_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
+    "on_evaluation_end": "on_sanity_check_end on_validation_end on_validation_epoch_end on_validation_model_train "
+    "on_test_end on_test_epoch_end on_evaluate",
+    "on_predict_batch_end": "on_predict_batch_start",
+    "on_save_point": "on_save",
+    "on_exception": "on_keyboard_interrupt",
+    "on_fit_end": "on_train_end",
+    "teardown": "on_predict_epoch_end on_predict_end on_predict",
+    "state_dict": "on_save_checkpoint",
+    "load_state_dict": "on_load_checkpoint",
 }
 
 
@@ -203,12 +192,14 @@ def refuse_unknown_hooks(cls: type, also: Sequence[str] = ()) -> None:
 
 def _instead_of(name: str, also: Sequence[str]) -> str:
     """What to write instead of the unknown hook `name`, as a sentence."""
-    if name == "on_after_batch_transfer" and "on_after_batch_to_device" in also:
-        return "Use on_after_batch_to_device(self, batch, stage)."
-    hooks = (*HOOKS, *also)
-    instead = _FROM_LIGHTNING.get(name) or next(iter(difflib.get_close_matches(name, hooks, n=1)), None)
+    known = (*HOOKS, *also)
+    usable = (*known, "state_dict", "load_state_dict")
+    renamed = (ours for ours, theirs in _ELSEWHERE.items() if ours in usable and name in theirs.split())
+    instead = next(iter([*renamed, *difflib.get_close_matches(name, known, n=1)]), None)
     if instead is None:
-        return f"The hooks are {', '.join(hooks)}."
+        return f"The hooks are {', '.join(known)}."
+    if instead.endswith("state_dict") and also:
+        return "What is registered as a buffer of the task is saved and loaded with it."
     return f"Use {_signature(instead)}." if hasattr(Callback, instead) else f"Use {instead}."
 
 
@@ -314,8 +305,6 @@ def _as_one(calls: Sequence[Callable[..., None]], *, always: bool) -> Callable[.
     return each_in_any_case if always else one_after_the_other
 
 
-# ---- callbacks by name
-
 # The bar comes first: it ends its line before the result table is printed.
 DEFAULT_CALLBACKS = ("progress_bar", "summary")
 
@@ -324,7 +313,6 @@ _BUILT_IN = {
     "progress_bar": "sanctuary_trainer.callbacks.progress_bar:ProgressBar",
     "summary": "sanctuary_trainer.callbacks.summary:Summary",
 }
-_ENTRY_POINTS = "sanctuary_trainer.callbacks"
 _registered: dict[str, type[Callback]] = {}
 
 C = TypeVar("C", bound=Callback)
@@ -358,26 +346,24 @@ def get_callback(callback: object) -> Callback:
     if not isinstance(callback, str):
         hint = f"give an instance, {callback.__qualname__}()" if isinstance(callback, type) else "subclass Callback"
         raise CallbackError(f"{callback!r} is neither a Callback nor the name of one: {hint}.")
-    if callback in _registered:
-        return _registered[callback]()
-    if callback in _BUILT_IN:
-        return _new(callback, pkgutil.resolve_name(_BUILT_IN[callback]))
-
-    from importlib.metadata import entry_points  # 20 ms, needed only for third parties' names
-
-    found = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
-    if callback in found:
-        return _new(callback, found[callback].load())
-    names = sorted({*_registered, *_BUILT_IN, *found})
-    nearest = difflib.get_close_matches(callback, names, n=1)
-    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The names are {', '.join(names)}."
-    raise CallbackError(f"No callback is called {callback!r}. {hint}")
-
-
-def _new(name: str, cls: Any) -> Callback:
+    cls: Any = _registered.get(callback)
+    if cls is None:
+        cls = pkgutil.resolve_name(_BUILT_IN[callback]) if callback in _BUILT_IN else _load_entry_point(callback)
     if not (isinstance(cls, type) and issubclass(cls, Callback)):
-        raise CallbackError(f"The callback name {name!r} leads to {cls!r}, which is not a subclass of Callback.")
+        raise CallbackError(f"The callback name {callback!r} leads to {cls!r}, which is not a subclass of Callback.")
     return cls()
+
+
+def _load_entry_point(name: str) -> object:
+    from importlib.metadata import entry_points  # 20 ms, spent only on a name that is not ours
+
+    found = {point.name: point for point in entry_points(group="sanctuary_trainer.callbacks")}
+    if name in found:
+        return found[name].load()
+    names = sorted({*_registered, *_BUILT_IN, *found})
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The names are {', '.join(names)}."
+    raise CallbackError(f"No callback is called {name!r}. {hint}")
 
 
 def with_defaults(callbacks: Iterable[Callback | str]) -> list[Callback]:
