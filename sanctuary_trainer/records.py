@@ -26,7 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
-from sanctuary_trainer.metrics import Ranks, entries, is_metric_or_collection, merged, metrics_in, reset
+from sanctuary_trainer.metrics import (
+    Ranks,
+    entries,
+    is_metric_or_collection,
+    merged,
+    metrics_aside,
+    metrics_in,
+    reset,
+    reset_metrics,
+)
+
+__all__ = ["Records", "metrics_aside", "reset_metrics"]
 
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
@@ -95,8 +106,8 @@ class Records:
         series = self._loss
         if series is None:
             return
-        series.values.append(loss.detach() if loss.requires_grad else loss)
-        series.weights.append(weight)
+        series.values.append(loss.item() if loss.is_cpu else loss.detach())
+        series.weights.append(_kept(weight) if isinstance(weight, Tensor) else weight)
         if len(series.values) >= _FOLD_AT:
             series.fold()
 
@@ -137,14 +148,13 @@ class Records:
                     f"log({series.name!r}) got a tensor of shape {tuple(value.shape)}; one number was expected. "
                     "Reduce it first, for example with .mean()."
                 )
-            # A copy, because `loss += penalty` after the log would change the pending value.
-            value = value.detach().clone().reshape(())
+            value = _kept(value)
         elif not isinstance(value, (float, int)):
             value = _number(series.name, value)
         if weight is None:
             weight = self._unknown_weight(series)
         series.values.append(value)
-        series.weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
+        series.weights.append(_kept(weight) if isinstance(weight, Tensor) else weight)
         if len(series.values) >= _FOLD_AT:
             series.fold()
 
@@ -312,10 +322,20 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def _fold(values: list[float | Tensor], weights: list[float | Tensor], reduce: str) -> Tensor:
-    """[sum of value x weight, sum of weights], or [sum, min or max; count], as one tensor of two elements."""
-    device = next((item.device for item in (*values, *weights) if isinstance(item, Tensor)), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+def _kept(value: Tensor) -> float | Tensor:
+    """One element as it is now: on the host a number, which nobody waits for there; else a copy on its device."""
+    if value.is_cpu:
+        return value.item()
+    # A copy, because `loss += penalty` after the log would change the pending value.
+    return value.detach().clone().reshape(())
+
+
+def _fold(values: Sequence[float | Tensor], weights: Sequence[float | Tensor], reduce: str) -> Tensor:
+    """[sum of value x weight, sum of weights], or [sum, min or max; count]: two numbers, where the values are."""
+    device = next((item.device for item in (*values, *weights) if isinstance(item, Tensor)), None)
+    if device is None:
+        return torch.tensor(_host_fold(values, weights, reduce), dtype=torch.float64)
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     column = _column(values, device, dtype)
     if reduce == "mean":
         weight = _column(weights, device, dtype)
@@ -325,14 +345,18 @@ def _fold(values: list[float | Tensor], weights: list[float | Tensor], reduce: s
     return torch.stack([folded, torch.full_like(folded, len(values))])
 
 
-def _column(items: list[float | Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    if not tensors:
+def _host_fold(values: Sequence[Any], weights: Sequence[Any], reduce: str) -> tuple[float, float]:
+    if reduce == "mean":
+        total = sum([value * weight for value, weight in zip(values, weights, strict=True) if weight != 0])
+        return total, sum(weights)
+    return _extreme_or_sum(reduce, values), len(values)
+
+
+def _column(items: Sequence[float | Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    if not any(isinstance(item, Tensor) for item in items):
         # non_blocking: a plain copy to the device would wait for everything queued there.
         return torch.tensor(items, dtype=dtype).to(device, non_blocking=True)
-    if len(tensors) == len(items) and len({(item.dtype, item.device, item.shape) for item in tensors}) == 1:
-        return torch.stack(tensors).to(device, dtype, non_blocking=True).reshape(-1)
-    return torch.cat([torch.as_tensor(item).to(device, dtype, non_blocking=True).reshape(1) for item in items])
+    return torch.stack([torch.as_tensor(item).to(device, dtype, non_blocking=True) for item in items])
 
 
 def _join(old: Tensor | None, new: Tensor, reduce: str) -> Tensor:
@@ -362,8 +386,12 @@ def _over_ranks(reduce: str, pairs: Sequence[tuple[float, float]]) -> float | No
     if not present:
         return None
     values = [value for value, _ in present]
-    if reduce == "mean":
-        return sum(values) / sum(weight for _, weight in present)
+    return sum(values) / sum(weight for _, weight in present) if reduce == "mean" else _extreme_or_sum(reduce, values)
+
+
+def _extreme_or_sum(reduce: str, values: Sequence[float]) -> float:
+    if reduce == "sum":
+        return sum(values)
     if any(math.isnan(value) for value in values):
-        return math.nan
-    return sum(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)
+        return math.nan  # min and max would pass over it
+    return min(values) if reduce == "min" else max(values)
