@@ -332,7 +332,9 @@ def _kept(value: Tensor) -> float | Tensor:
 
 def _fold(values: Sequence[float | Tensor], weights: Sequence[float | Tensor], reduce: str) -> Tensor:
     """[sum of value x weight, sum of weights], or [sum, min or max; count]: two numbers, where the values are."""
-    device = next((item.device for item in (*values, *weights) if isinstance(item, Tensor)), None)
+    # Types first: `isinstance(number, Tensor)` costs 0.2 us, 256 times.
+    tensors = [] if {*map(type, values), *map(type, weights)} <= {float, int} else [*values, *weights]
+    device = next((item.device for item in tensors if isinstance(item, Tensor)), None)
     if device is None:
         return torch.tensor(_host_fold(values, weights, reduce), dtype=torch.float64)
     dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
