@@ -1,0 +1,219 @@
+"""The algebra of batches of any nesting: how many samples, in pieces, on a device, one by one.
+
+A batch is a tree. Its inner nodes are mappings, tuples, named tuples, lists and dataclasses; its leaves are tensors,
+arrays and anything else. A list (or plain tuple) is read in one of two ways:
+
+    fields    [images (B, C, H, W), labels (B,)]            each element is batched: what default_collate makes
+    samples   [{"boxes": ...}, {"boxes": ...}], ["a", "b"]  one element per sample
+
+It holds samples when its elements are mappings, strings, None, numbers, 0-d tensors or other single objects (in a list
+also plain tuples: an uncollated batch); when all are images (C, H, W) with C of 1, 3 or 4; or when all are tensors of
+one ndim whose first dimensions differ (ragged boxes). Otherwise it holds fields. Where that guesses wrongly, a task
+overrides `batch_size` and `split_batch`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from .errors import DataError
+
+__all__ = ["batch_size", "move", "split", "to_samples"]
+
+_IMAGE_CHANNELS = (1, 3, 4)
+
+
+def batch_size(batch: Any) -> int | None:
+    """Count the samples of a batch; None when nothing in it tells.
+
+    Among the fields of one node, tensors and arrays tell first (their first dimension; 0-d ones are skipped), then
+    lists of samples (their length), then what lies deeper, in order.
+    """
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return _first_dim(batch)
+    if _holds_samples(batch):
+        return len(batch)
+    fields = _fields(batch)
+    if fields is None:
+        return None
+    for field in fields:
+        if isinstance(field, torch.Tensor | np.ndarray) and field.ndim:
+            return _first_dim(field)
+    for field in fields:
+        if _holds_samples(field):
+            return len(field)
+    for field in fields:
+        if (size := batch_size(field)) is not None:
+            return size
+    return None
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch into consecutive pieces of the given numbers of samples. Tensors and arrays become views.
+
+    What is not batched (0-d tensors, leaves of another length, None, strings) goes into every piece as it is.
+
+    Raises:
+        DataError: the sizes do not add up to the batch's samples, or a leaf cannot be cut.
+    """
+    total = batch_size(batch)
+    if total != sum(sizes):
+        raise DataError(
+            f"A batch of {total} samples cannot be split into pieces of {list(sizes)}, which add up to {sum(sizes)}. "
+            "Where the size was guessed wrongly, override batch_size and split_batch in the task."
+        )
+    return _split(batch, list(sizes), total)
+
+
+def _split(node: Any, sizes: list[int], total: int) -> list[Any]:
+    if isinstance(node, PackedSequence) or (isinstance(node, torch.Tensor) and node.is_nested):
+        raise DataError(f"A {type(node).__name__} cannot be split into pieces. Override split_batch in the task.")
+    if isinstance(node, torch.Tensor):
+        return list(torch.split(node, sizes)) if node.ndim and node.shape[0] == total else [node] * len(sizes)
+    batched = isinstance(node, np.ndarray) and node.ndim and node.shape[0] == total
+    if batched or (_holds_samples(node) and len(node) == total):
+        ends = np.cumsum(sizes).tolist()
+        return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    fields = _fields(node)
+    if fields is None:
+        return [node] * len(sizes)
+    pieces = [_split(field, sizes, total) for field in fields]
+    return [_rebuild(node, [piece[i] for piece in pieces]) for i in range(len(sizes))]
+
+
+def move(batch: Any, device: torch.device | str, non_blocking: bool = False, channels_last: bool = False) -> Any:
+    """Copy every tensor of a batch to a device; other leaves stay as they are.
+
+    Args:
+        batch: any nesting; an object with a `to` method (PackedSequence, ...) is moved by it.
+        device: where to.
+        non_blocking: copy asynchronously from pinned memory.
+        channels_last: give 4-d floating-point tensors (images) the memory format torch.channels_last.
+
+    Returns:
+        The same object where there was nothing to move, else a new one of the same types.
+    """
+    if isinstance(batch, torch.Tensor):
+        if channels_last and batch.ndim == 4 and batch.is_floating_point():
+            return batch.to(device, non_blocking=non_blocking, memory_format=torch.channels_last)
+        return batch.to(device, non_blocking=non_blocking)
+    if isinstance(batch, PackedSequence):
+        to: Any = batch.to  # its stub knows `to(dtype)` alone
+        moved = to(device, non_blocking=non_blocking)
+        return batch if moved.data is batch.data else moved
+    fields = _fields(batch)
+    if fields is None:
+        to = None if isinstance(batch, type) else getattr(batch, "to", None)
+        return to(device) if callable(to) else batch
+    values = [move(field, device, non_blocking, channels_last) for field in fields]
+    if all(new is old for new, old in zip(values, fields, strict=True)):
+        return batch
+    return _rebuild(batch, values)
+
+
+def to_samples(outputs: Any, n: int) -> list[Any]:
+    """Turn what a step returned for n samples into n outputs, one per sample.
+
+    A tensor or array (n, ...) gives its n rows (views); a list of n is taken as it is; the fields of a mapping, tuple,
+    named tuple or dataclass are each split, and every sample gets a dict, tuple, named tuple or dataclass of its own;
+    None gives n times None.
+
+    Raises:
+        DataError: something in the outputs has not one item per sample.
+    """
+    if outputs is None:
+        return [None] * n
+    if isinstance(outputs, torch.Tensor | np.ndarray):
+        if outputs.ndim and outputs.shape[0] == n:
+            return list(outputs)
+        raise _not_per_sample(f"a {type(outputs).__name__} of shape {tuple(outputs.shape)}", n)
+    if isinstance(outputs, list):
+        if len(outputs) == n:
+            return list(outputs)
+        raise _not_per_sample(f"a list of {len(outputs)}", n)
+    fields = _fields(outputs)
+    if fields is None:
+        raise _not_per_sample(f"a {type(outputs).__name__}", n)
+    if not fields:
+        raise _not_per_sample(f"an empty {type(outputs).__name__}", n)
+    rows = zip(*(to_samples(field, n) for field in fields), strict=True)
+    if isinstance(outputs, Mapping):
+        return [dict(zip(outputs, row, strict=True)) for row in rows]
+    return [_rebuild(outputs, list(row)) for row in rows]
+
+
+def _not_per_sample(what: str, n: int) -> DataError:
+    return DataError(
+        f"The step returned {what} for a batch of {n} samples; expected one item per sample: a tensor of shape "
+        f"({n}, ...), a list of {n}, or a dict or tuple of these."
+    )
+
+
+def _first_dim(array: Any) -> int | None:
+    return int(array.size(0) if isinstance(array, torch.Tensor) else array.shape[0]) if array.ndim else None
+
+
+def _holds_samples(node: Any) -> bool:
+    """Say whether a list or plain tuple has one element per sample (the rule at the head of this file)."""
+    if not isinstance(node, list | tuple) or hasattr(node, "_fields") or isinstance(node, torch.Size) or not node:
+        return False
+    if all(isinstance(element, torch.Tensor | np.ndarray) for element in node):
+        ndims = {element.ndim for element in node}
+        firsts = {_first_dim(element) for element in node}
+        if len(ndims) > 1:
+            return False
+        return ndims == {0} or len(firsts) > 1 or (ndims == {3} and firsts <= set(_IMAGE_CHANNELS))
+    return all(_is_one_sample(element, type(node) is list) for element in node)
+
+
+def _is_one_sample(element: Any, in_list: bool) -> bool:
+    if isinstance(element, torch.Tensor | np.ndarray):
+        return element.ndim == 0
+    if isinstance(element, tuple) and not hasattr(element, "_fields"):
+        return in_list
+    return not isinstance(element, list | tuple)
+
+
+def _fields(node: Any) -> list[Any] | None:
+    """List the children of an inner node; None for a leaf."""
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, list | tuple):
+        return None if isinstance(node, torch.Size) else list(node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [getattr(node, field.name) for field in dataclasses.fields(node)]
+    return None
+
+
+def _rebuild(node: Any, values: list[Any]) -> Any:
+    """Make a node of the same type with other children."""
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, zip(node, values, strict=True))
+    if isinstance(node, tuple):
+        make: Callable[[list[Any]], Any] = getattr(node, "_make", type(node))
+        return make(values)
+    clone = copy.copy(node)
+    if isinstance(node, list):
+        clone[:] = values
+        return clone
+    for field, value in zip(dataclasses.fields(node), values, strict=True):
+        object.__setattr__(clone, field.name, value)  # also where the dataclass is frozen
+    return clone
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
+    if type(node) is dict or not hasattr(node, "__setitem__"):
+        return dict(items)
+    clone: Any = copy.copy(node)  # keeps a subclass's own attributes (BatchEncoding, defaultdict)
+    for key, value in items:
+        clone[key] = value
+    return clone
