@@ -1,0 +1,118 @@
+"""The batches of one epoch on their device, one ahead of use where that helps.
+
+    Feed.take()    the next round of this rank, on the device
+    Feed.more      whether there is another: known beforehand for loaders whose rounds are known, else by reading one ahead
+
+On CUDA the copy of the next batch runs on a stream of its own while the present batch computes. On the CPU nothing is
+copied, so nothing is read ahead unless the end of a stream has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .batch import move
+from .data import Fetched, RankLoader
+
+
+class Feed:
+    """One epoch of a loader.
+
+    Args:
+        loader: the loader of this rank.
+        device: where batches go.
+        epoch: number of the epoch, for order and seeds.
+        start_samples: samples of the epoch that are used already.
+        limit: rounds at most; None for all.
+        non_blocking: let copies run while the host goes on.
+        channels_last: bring image batches (4 dimensions) into that memory format.
+        finish: called with each batch when it is taken (the task's `on_after_batch_to_device`); None for nothing.
+    """
+
+    def __init__(
+        self,
+        loader: RankLoader,
+        device: torch.device,
+        *,
+        epoch: int = 0,
+        start_samples: int = 0,
+        limit: int | None = None,
+        non_blocking: bool = True,
+        channels_last: bool = False,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.rounds = limited(loader.num_rounds, limit) if loader.sized else None
+        self.taken = 0
+        self._fetched: Iterator[Fetched] = loader.epoch(epoch, start_samples=start_samples, limit=limit)
+        self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
+        self._finish = finish
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in_place = device.type == "cpu" and not channels_last
+        self._ahead = self.rounds is None or self._copies is not None
+        self._next: Fetched | None = None
+        if self._ahead:
+            self._read_ahead()
+
+    @property
+    def more(self) -> bool:
+        """Whether this rank has another round."""
+        if self._ahead:
+            return self._next is not None
+        assert self.rounds is not None
+        return self.taken < self.rounds
+
+    def take(self) -> Fetched:
+        """The next round; its batch is None when this rank has nothing in it."""
+        if self._ahead:
+            fetched = self._next
+            assert fetched is not None
+            if self._copies is not None and fetched.batch is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._copies)
+                _used_here(fetched.batch, self._device)
+            self._read_ahead()
+        else:
+            fetched = self._placed(next(self._fetched))
+        self.taken += 1
+        if self._finish is not None and fetched.batch is not None:
+            fetched = fetched._replace(batch=self._finish(fetched.batch))
+        return fetched
+
+    def close(self) -> None:
+        """Stop reading; workers that are not persistent end."""
+        close = getattr(self._fetched, "close", None)
+        if close is not None:
+            close()
+
+    def _read_ahead(self) -> None:
+        fetched = next(self._fetched, None)
+        if fetched is not None and self._copies is not None:
+            with torch.cuda.stream(self._copies):
+                fetched = self._placed(fetched)
+        elif fetched is not None:
+            fetched = self._placed(fetched)
+        self._next = fetched
+
+    def _placed(self, fetched: Fetched) -> Fetched:
+        if self._in_place or fetched.batch is None:
+            return fetched
+        batch = move(fetched.batch, self._device, self._non_blocking, self._channels_last)
+        return fetched._replace(batch=batch)
+
+
+def limited(rounds: int | None, limit: int | None) -> int | None:
+    """The smaller of two numbers of rounds, None meaning unknown or unlimited."""
+    if rounds is None or limit is None:
+        return limit if rounds is None else rounds
+    return min(rounds, limit)
+
+
+def _used_here(batch: Any, device: torch.device) -> None:
+    """Tell the allocator that tensors made on the copy stream are used on the present one."""
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            leaf.record_stream(torch.cuda.current_stream(device))

@@ -1,0 +1,1 @@
+"""The loops: functions that read like the loop you would have written."""

@@ -1,0 +1,97 @@
+"""Validation and test: every sample exactly once on any number of ranks.
+
+    modules in eval mode, training's metrics and generators put aside, rank 0's buffers on every rank
+    for each loader
+      for each round: one batch on each rank that has one; all agree once whether to go on
+      values over all ranks
+    everything put back
+
+The task itself is called, not its wrapper: DDP would broadcast buffers in each forward and wait for ranks that have
+no batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..feed import limited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..data import Fetched, RankLoader
+    from ..run import Run
+
+
+def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]:
+    """Evaluate with every evaluation loader of the run.
+
+    Args:
+        run: the run.
+        stage: "sanity", "val" or "test".
+        limit: rounds of each loader at most, beside its own limit.
+
+    Returns:
+        The logged values over all ranks, by full name; the same on every rank.
+    """
+    step = run.task.test_step if stage == "test" else run.task.validation_step
+    metrics: dict[str, float] = {}
+    with run.evaluating(stage):
+        run.callbacks.on_evaluation_start(run, stage)
+        for name, loader in run.evaluation_loaders.items():
+            run.loader_name = name
+
+            def one(fetched: Fetched, batch_idx: int) -> None:
+                outputs = step(fetched.batch, batch_idx)
+                run.callbacks.on_evaluation_batch_end(run, stage, fetched.batch, outputs, fetched.indices)
+
+            walk(run, loader, limited(run.evaluation_limits[name], limit), one)
+            metrics.update(run.evaluated(stage))
+        run.loader_name = ""
+        run.publish(metrics)
+        run.callbacks.on_evaluation_end(run, stage, metrics)
+        late = run.evaluated(stage)
+        run.publish(late)
+        metrics.update(late)
+    if stage == "val" and run.optimization is not None:
+        run.optimization.new_values(metrics)
+    return metrics
+
+
+def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, int], None]) -> None:
+    """Call `one(fetched, batch_idx)` for each batch of this rank, in step with the other ranks.
+
+    An exception on one rank ends all of them in the same round.
+    """
+    run.evaluation_rounds = limited(loader.num_rounds, limit)
+    alone = run.world_size == 1
+    feed, error, batch_idx = None, None, 0
+    try:
+        while True:
+            try:
+                if feed is None:
+                    feed = run.feed(loader, limit=limit)
+                if feed.more:
+                    fetched = feed.take()
+                    if fetched.batch is not None:
+                        run.begin_batch(fetched)
+                        one(fetched, batch_idx)
+                        run.end_batch()
+                    batch_idx += 1
+                more = feed.more
+            except Exception as raised:  # where a step is run: the other ranks must hear of it
+                if alone:
+                    raise
+                error, more = raised, False
+            if alone:
+                if not more:
+                    return
+                continue
+            going_on, failed = run.devices.agree([float(more), float(error is not None)])
+            if failed:
+                run.devices.raise_together(error)
+            if not going_on:
+                return
+    finally:
+        if feed is not None:
+            feed.close()

@@ -1,0 +1,173 @@
+"""Training.
+
+    sanity validation
+    while nothing ends the run
+      epoch
+        while this epoch has more                         a window: gradient_accumulation_steps rounds, fewer at the end
+          for each of its rounds: run.execute(batch)      forward, backward; gradients sync on the last one
+          gradients of the mean, clip, optimizers, schedulers
+          count: batch, samples, global_step
+          log, validate, save point                       where they fall on this step
+        epoch's values, validation, schedulers, count: epoch, save point
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import DataError
+from .evaluate import evaluate
+
+if TYPE_CHECKING:
+    from ..data import Fetched
+    from ..executor import Executor, Window
+    from ..feed import Feed
+    from ..run import Run
+
+
+def fit(run: Run) -> None:
+    """Train until a limit is reached or somebody asks to stop; `run.state.stop_reason` says which."""
+    run.callbacks.on_fit_start(run)
+    sanity = run.settings["num_sanity_val_steps"]
+    if run.plan.validates and sanity:
+        evaluate(run, "sanity", limit=sanity)
+    run.state.stop_reason = run.plan.finished(run.state)
+    while run.state.stop_reason is None:
+        train_epoch(run)
+
+
+def train_epoch(run: Run) -> None:
+    """Train to the end of the running epoch, or to the end of the run if that comes first."""
+    state, plan, loader, executor = run.state, run.plan, run.train_loader, run.executor
+    assert loader is not None and executor is not None
+    if state.batch == 0:
+        run.callbacks.on_train_epoch_start(run)
+    # A loader with known rounds reads no batch that the limit of steps leaves unused.
+    limit = plan.rounds_left(state) if loader.sized else run.train_limit
+    feed = run.feed(loader, start_samples=state.samples, limit=limit)
+    others_have_more = not loader.sized and run.world_size > 1
+    try:
+        while (feed.more or others_have_more) and state.stop_reason is None:
+            try:
+                window = train_window(run, feed, executor)
+            except Exception as error:  # where a step is run: the other ranks must hear of it
+                executor.fail(error)
+                raise
+            if window.failed:
+                run.devices.raise_together(None)
+            others_have_more = window.more
+            train_step(run, window, epoch_ends=not (feed.more or others_have_more))
+    finally:
+        feed.close()
+    ended = not others_have_more if not loader.sized else state.batch == plan.rounds
+    if ended and (loader.sized or not feed.more):
+        end_epoch(run)
+
+
+def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
+    """Forward and backward of the rounds of one window; a rank without batches joins with zeros."""
+    clock, hooks, rounds, samples, begun = run.clock, run.callbacks, 0, 0, False
+    for index in range(run.plan.accumulation):
+        if not feed.more:
+            break
+        clock.start()
+        fetched = feed.take()
+        clock.lap("data")
+        if not begun:
+            begun = True
+            executor.begin(expected_samples(run, fetched))
+        rounds += 1
+        samples += fetched.total or 0
+        if fetched.batch is None:
+            continue
+        more = feed.more
+        sync = index + 1 == run.plan.accumulation or not more
+        size, batch_idx = run.begin_batch(fetched), run.state.batch + index
+        hooks.on_train_batch_start(run, fetched.batch, batch_idx)
+        result = run.execute(fetched.batch, batch_idx, size, sync, more=more, stop=run.wants_stop)
+        if result is not None:
+            run.records.add_loss(*result)
+        clock.lap("execute")
+        hooks.on_train_batch_end(run, fetched.batch, batch_idx, None if result is None else result[0])
+        clock.lap("callbacks")
+    run.end_batch()
+    if not begun:
+        executor.begin(expected_samples(run, None))
+    executor.join(more=feed.more, stop=run.wants_stop)
+    known = run.train_loader is not None and run.train_loader.sized
+    window = executor.finish(late=known and samples > 0)
+    if not known:
+        rounds = max(rounds, -(-window.batches // run.world_size))
+    run.count(rounds, samples or window.samples)
+    return window
+
+
+def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
+    """The optimizers' step that ends a window, and what falls on it."""
+    state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
+    assert optimization is not None
+    if window.updates:
+        optimization.average(window.factor)
+        hooks.on_before_optimizer_step(run)
+        optimization.clip_gradients()
+        made = optimization.step(record=plan.logs(state.global_step + 1))
+        run.clock.lap("optimizer")
+    else:
+        optimization.zero_grad()
+        made = False
+    if made:
+        state.global_step += 1
+        hooks.on_train_step_end(run)
+        if plan.logs(state.global_step):
+            run.publish(run.step_values())
+        run.clock.lap("callbacks")
+        if plan.validates_after_step(state):
+            evaluate(run, "val")
+            run.settle_stop()
+    run.settle_stop(window.stop or (run.world_size == 1 and run.wants_stop))
+    if plan.max_steps is not None and state.global_step >= plan.max_steps:
+        state.stop_reason = state.stop_reason or "max_steps"
+    if made and not epoch_ends:
+        hooks.on_save_point(run)
+
+
+def end_epoch(run: Run) -> None:
+    """What falls on the end of an epoch."""
+    state, plan, optimization = run.state, run.plan, run.optimization
+    assert optimization is not None
+    if state.batch == 0:
+        raise DataError("The training loader gave no batch on any rank; nothing was trained. Check the data set and its length.")
+    values = run.records.epoch_values("train")
+    run.publish(values)
+    optimization.new_values(values)
+    if plan.validates_at_epoch_end(state):
+        evaluate(run, "val")
+    optimization.end_epoch()
+    run.callbacks.on_train_epoch_end(run)
+    run.publish(run.records.epoch_values("train"))
+    if state.epoch + 1 >= plan.check_val_every_n_epoch:
+        optimization.check_monitors(run.metrics)
+    state.end_epoch()
+    run.settle_stop()
+    state.stop_reason = state.stop_reason or plan.finished(state)
+    run.callbacks.on_save_point(run)
+
+
+def expected_samples(run: Run, first: Fetched | None) -> float:
+    """The samples of the coming window over all ranks, as far as they are known before it: the same on all ranks.
+
+    What is off here is put right by one factor after the window, so a guess costs exactness nothing.
+    """
+    loader, plan = run.train_loader, run.plan
+    assert loader is not None
+    ranks, batch_size = run.world_size, loader.batch_size
+    rounds = plan.accumulation
+    if loader.sized and plan.rounds is not None:
+        rounds = min(rounds, plan.rounds - run.state.batch)
+    if loader.sized and batch_size is not None and loader.num_samples is not None:
+        return min(rounds * ranks * batch_size, loader.num_samples - run.state.samples)
+    if first is not None and first.total is not None:
+        return rounds * first.total
+    if ranks == 1 and first is not None:
+        return rounds * (first.size or run.task.batch_size(first.batch) or 1)
+    return rounds * ranks * (batch_size or 1)

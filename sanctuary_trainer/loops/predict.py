@@ -1,0 +1,207 @@
+"""Prediction: one item per sample, in the order in which one process would read them, on any number of ranks.
+
+    for each round: one batch on each rank that has one
+      predict_step, outputs to the CPU (16-bit floats as float32)
+      kept, or written to this rank's files, or only shown to the callbacks
+    all ranks' outputs -> one item per sample, in reading order, the same on every rank
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from ..batch import to_samples
+from ..checkpointing import decode, encode, read_tensors, write_tensors
+from ..errors import DataError, RunFolderError
+from .evaluate import walk
+
+if TYPE_CHECKING:
+    from ..data import Fetched, RankLoader
+    from ..run import Run
+
+# A shard is written when this many bytes of outputs wait: memory stays constant, files stay few.
+SHARD_BYTES = 16 * 2**20
+
+
+def predict(
+    run: Run, loader: RankLoader, limit: int | None, *, keep: bool = True, output_dir: Path | None = None
+) -> list[Any] | Predictions | None:
+    """Predict every sample of the loader once.
+
+    Args:
+        run: the run.
+        loader: the loader of this rank.
+        limit: rounds at most.
+        keep: return the predictions; without it they are only shown to `on_predict_batch_end`.
+        output_dir: write them here instead of keeping them in memory.
+
+    Returns:
+        A list of one item per sample; with `output_dir` a `Predictions` that reads them from there; None without `keep`.
+
+    Raises:
+        DataError: `predict_step` did not return one item per sample.
+    """
+    writer = None if output_dir is None else _Writer(output_dir, run.rank)
+    kept: list[tuple[list[Any], int, Any]] = []
+    shown = run.callbacks.has("on_predict_batch_end")
+
+    def one(fetched: Fetched, batch_idx: int) -> None:
+        outputs = run.task.predict_step(fetched.batch, batch_idx)
+        if shown:
+            run.callbacks.on_predict_batch_end(run, fetched.batch, outputs, fetched.indices)
+        if not keep:
+            return
+        outputs = to_host(outputs)
+        size = run.batch_samples
+        if size is None:
+            raise DataError(
+                f"The number of samples of a {type(fetched.batch).__name__} batch cannot be told; "
+                "override VisionTask.batch_size."
+            )
+        keys = fetched.keys if len(fetched.keys) == size else [(*fetched.keys[0], n) for n in range(size)]
+        samples = to_samples(outputs, size)  # also where whole batches are kept: a wrong shape is told at once
+        if writer is not None:
+            writer.add(keys, size, outputs)
+        else:
+            kept.append((keys, size, samples if run.world_size == 1 else outputs))
+
+    with run.evaluating("predict"), run.devices.autocast():
+        walk(run, loader, limit, one)
+    if writer is not None:
+        writer.write()
+        run.devices.barrier()
+        return load_predictions(writer.folder)
+    if not keep:
+        return None
+    if run.world_size == 1:
+        pairs = [pair for keys, _, samples in kept for pair in zip(keys, samples, strict=True)]
+    else:
+        # Whole batches travel: a sample is a view of its batch, and pickling each would send the batch each time.
+        gathered = run.devices.gather_objects(kept)
+        pairs = [
+            pair
+            for rank in gathered
+            for keys, size, outputs in rank
+            for pair in zip(keys, to_samples(outputs, size), strict=True)
+        ]
+    pairs.sort(key=_key)
+    return [sample for _, sample in pairs]
+
+
+def _key(pair: tuple[Any, Any]) -> Any:
+    return pair[0]
+
+
+def to_host(outputs: Any) -> Any:
+    """Outputs on the CPU, 16-bit floats as float32: one rule for what comes back, whatever the precision."""
+    if isinstance(outputs, torch.Tensor):
+        outputs = outputs.detach()
+        if outputs.dtype in (torch.bfloat16, torch.float16):
+            outputs = outputs.float()
+        return outputs.cpu()
+    if outputs is None or isinstance(outputs, str | int | float | bytes):
+        return outputs
+    return torch.utils._pytree.tree_map_only(torch.Tensor, to_host, outputs)
+
+
+class _Writer:
+    """Writes one rank's predictions, whole batches, shard by shard."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._shard = 0
+        self._bytes = 0
+        self._batches: list[tuple[list[Any], int, Any]] = []
+
+    def add(self, keys: list[Any], size: int, outputs: Any) -> None:
+        self._batches.append((keys, size, outputs))
+        self._bytes += _bytes(outputs)
+        if self._bytes >= SHARD_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Write what waits, if anything does."""
+        if not self._batches:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        skeleton = [
+            {"keys": keys, "size": size, "outputs": encode(outputs, tensors, str(number))}
+            for number, (keys, size, outputs) in enumerate(self._batches)
+        ]
+        path = self.folder / f"predictions_{self.rank:05d}_{self._shard:06d}.safetensors"
+        write_tensors(path, tensors, {"batches": json.dumps(skeleton)})
+        self._shard += 1
+        self._bytes = 0
+        self._batches.clear()
+
+
+def _bytes(outputs: Any) -> int:
+    """About how much memory the outputs of a batch take."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.nbytes
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else 100 for leaf in leaves)
+
+
+class Predictions(Sequence[Any]):
+    """Predictions in a folder, read when asked for: one item per sample, in reading order.
+
+    Iterating reads shard after shard; at most one shard of each rank is in memory.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._paths = sorted(self.folder.glob("predictions_*.safetensors"))
+        places: list[tuple[Any, int, int]] = []
+        for number, path in enumerate(self._paths):
+            _, metadata = read_tensors(path, only_metadata=True)
+            keys = [tuple(key) for batch in json.loads(metadata["batches"]) for key in batch["keys"]]
+            places += [(key, number, place) for place, key in enumerate(keys)]
+        places.sort(key=lambda place: place[0])
+        self._places = [(number, place) for _, number, place in places]
+        self._open: dict[str, tuple[int, list[Any]]] = {}  # rank -> the shard of it that is in memory
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        shard, place = self._places[index]
+        return self._samples(shard)[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def _samples(self, shard: int) -> list[Any]:
+        path = self._paths[shard]
+        rank = path.name.split("_")[1]
+        held = self._open.get(rank)
+        if held is None or held[0] != shard:
+            tensors, metadata = read_tensors(path)
+            batches = json.loads(metadata["batches"])
+            samples = [s for batch in batches for s in to_samples(decode(batch["outputs"], tensors), batch["size"])]
+            held = (shard, samples)
+            self._open[rank] = held
+        return held[1]
+
+
+def load_predictions(folder: str | Path) -> Predictions:
+    """The predictions that `Trainer.predict(..., output_dir=folder)` wrote.
+
+    Raises:
+        RunFolderError: the folder does not exist.
+    """
+    if not Path(folder).is_dir():
+        raise RunFolderError(f"There is no folder {folder} to read predictions from.")
+    return Predictions(folder)

@@ -1,0 +1,105 @@
+"""What happens when: pure functions of the settings and of the state, equal on all ranks.
+
+    an epoch  = rounds (one batch on each rank), in windows of `accumulation` rounds, the last one shorter
+    a window  = one step (an optimizer update), unless every rank's whole window was left out
+    validate  = after a step (val_check_interval) or at the end of an epoch
+    log       = every log_every_n_steps steps
+    finished  = max_steps or max_epochs reached, or a stop that min_steps and min_epochs allow
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+
+from .state import RunState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one fit that decide when things happen.
+
+    Attributes:
+        rounds: rounds of one epoch after limits; None when the loader cannot tell.
+        accumulation: rounds in a window.
+        max_epochs, max_steps: limits of the run; None means no such limit.
+        min_epochs, min_steps: a stop asked by a callback or by `max_time` waits for these.
+        val_check_interval: int: every that many steps, counted across epochs; float: that fraction of an epoch's
+            steps; None: at the end of an epoch.
+        check_val_every_n_epoch: validate in every that many epochs.
+        validates: whether there is anything to validate with.
+        log_every_n_steps: steps between two points of the curves.
+    """
+
+    rounds: int | None
+    accumulation: int = 1
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    min_epochs: int = 0
+    min_steps: int = 0
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int = 1
+    validates: bool = False
+    log_every_n_steps: int = 50
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch, the shorter last window included; None when the loader cannot tell."""
+        return None if self.rounds is None else ceil(self.rounds / self.accumulation)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run: exact for loaders with a length, an upper bound where updates can be left out.
+
+        None when neither the loader nor `max_steps` can tell.
+        """
+        per_epoch, limit = self.steps_per_epoch, self.max_steps
+        if per_epoch is None or self.max_epochs is None:
+            return limit
+        total = per_epoch * self.max_epochs
+        return total if limit is None else min(total, limit)
+
+    def rounds_left(self, state: RunState) -> int | None:
+        """How many more rounds the running epoch may draw, so that nothing is read that no step will use."""
+        left = None if self.rounds is None else self.rounds - state.batch
+        if self.max_steps is None:
+            return left
+        until_limit = (self.max_steps - state.global_step) * self.accumulation
+        return until_limit if left is None else min(left, until_limit)
+
+    def logs(self, step: int) -> bool:
+        """Whether the curves get a point at this step."""
+        return step % self.log_every_n_steps == 0
+
+    def _validates_in(self, epoch: int) -> bool:
+        return self.validates and (epoch + 1) % self.check_val_every_n_epoch == 0
+
+    def validates_after_step(self, state: RunState) -> bool:
+        """Whether to validate now, after a step; `state` counts the step and its window as done."""
+        interval = self.val_check_interval
+        if interval is None or not self._validates_in(state.epoch):
+            return False
+        if isinstance(interval, int):
+            return state.global_step % interval == 0
+        assert self.steps_per_epoch is not None  # checked before the run
+        # Exact arithmetic: 0.1 * 30 is 3.0000000000000004 in floats and would move a validation by a step.
+        every = Fraction(str(interval)) * self.steps_per_epoch
+        step = ceil(state.batch / self.accumulation)
+        return floor(step / every) > floor((step - 1) / every)
+
+    def validates_at_epoch_end(self, state: RunState) -> bool:
+        """Whether to validate at the end of the running epoch."""
+        return self.val_check_interval is None and self._validates_in(state.epoch)
+
+    def may_stop(self, state: RunState) -> bool:
+        """Whether a stop that somebody asked for may be obeyed already."""
+        return state.global_step >= self.min_steps and state.epoch >= self.min_epochs
+
+    def finished(self, state: RunState) -> str | None:
+        """The reason why the run is over, or None: "max_steps" or "max_epochs"."""
+        if self.max_steps is not None and state.global_step >= self.max_steps:
+            return "max_steps"
+        if self.max_epochs is not None and state.epoch >= self.max_epochs:
+            return "max_epochs"
+        return None

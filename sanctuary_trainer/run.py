@@ -1,0 +1,360 @@
+"""`Run`: every live object of one run under one name.
+
+A verb of the `Trainer` builds a Run, hands it to a loop and takes it apart again; the Trainer itself holds settings only.
+Callbacks and tasks receive it and use its public attributes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .callback import Callbacks
+from .clock import Clock
+from .data import Fetched, RankLoader
+from .devices import Devices
+from .executor import Executor
+from .feed import Feed
+from .metrics import metrics_aside
+from .optimization import Optimization
+from .plan import Plan
+from .records import Records
+from .state import RunState
+from .tracking import Tracking
+
+if TYPE_CHECKING:
+    from .task import VisionTask
+
+
+class Run:
+    """One run of one verb.
+
+    Attributes:
+        verb: "fit", "validate", "test" or "predict".
+        stage: what is going on: "train", "sanity", "val", "test" or "predict".
+        task: the user's task, not wrapped.
+        state: where the run stands.
+        plan: when things happen.
+        devices: device, ranks and what they agree on.
+        callbacks: all callbacks as one.
+        settings: the Trainer's settings.
+        hparams: what the tracker shows as hyper-parameters.
+        metrics: the latest value of every logged name, over all ranks.
+        progress_metrics: those of them that were logged with `prog_bar=True`.
+        run_dir: the folder of this fit; None in other verbs.
+        tracking: the trackers; None in other verbs.
+        clock: where this rank's time goes.
+        train_loader, evaluation_loaders: the loaders of this rank; evaluation loaders by name ("" for a single one).
+        loader_name: the evaluation loader that is being read.
+        evaluation_rounds: rounds of the running evaluation or prediction; None when unknown.
+        batch_samples: samples of the batch that is being worked on; None when unknown or between batches.
+        execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
+            replace it in `on_fit_start` by a function of the same arguments that calls it.
+        deadline: time.monotonic() after which the run stops.
+    """
+
+    execute: Callable[..., tuple[torch.Tensor, float | torch.Tensor] | None]
+
+    def __init__(self, verb: str, task: VisionTask, devices: Devices, settings: dict[str, Any], seed: int) -> None:
+        self.verb, self.task, self.devices, self.settings, self.seed = verb, task, devices, settings, seed
+        self.stage = {"fit": "train", "validate": "val"}.get(verb, verb)
+        self.state = RunState()
+        self.plan = Plan(rounds=None)
+        self.callbacks = Callbacks(task)
+        self.clock = Clock()
+        self.records = Records(devices, task)
+        self.metrics: dict[str, float] = {}
+        self.progress_metrics: dict[str, float] = {}
+        self.hparams: dict[str, Any] = {}
+        self.run_dir: Path | None = None
+        self.tracking: Tracking | None = None
+        self.optimization: Optimization | None = None
+        self.executor: Executor | None = None
+        self.train_loader: RankLoader | None = None
+        self.train_limit: int | None = None
+        self.evaluation_loaders: dict[str, RankLoader] = {}
+        self.evaluation_limits: dict[str, int | None] = {}
+        self.loader_name = ""
+        self.evaluation_rounds: int | None = None
+        self.batch_samples: int | None = None
+        self.deadline: float | None = None
+        self._stop: str | None = None
+        self._adapts = type(task).on_after_batch_to_device is not _no_adaptation()
+        self._throughput = (time.perf_counter(), 0)
+
+    # What callbacks and tasks use
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.devices.device
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all, from 0."""
+        return self.devices.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.devices.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.devices.is_main
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers; empty outside fit."""
+        return [] if self.optimization is None else self.optimization.optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The learning-rate schedulers; empty outside fit."""
+        return [] if self.optimization is None else self.optimization.schedulers
+
+    @property
+    def train_rounds(self) -> int | None:
+        """Rounds of a training epoch after limits; None when unknown."""
+        return self.plan.rounds
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit of epochs; None for no such limit."""
+        return self.plan.max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """The limit of steps; None for no such limit."""
+        return self.plan.max_steps
+
+    @property
+    def estimated_stepping_batches(self) -> int | None:
+        """The number of steps of the whole run: exact under limits, accumulation and any number of ranks.
+
+        An upper bound where updates can be left out (fp16, a step that returns None); None when neither the loader nor
+        `max_steps` can tell.
+        """
+        return self.plan.total_steps
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run, on any rank: all ranks end at the same step, once min_steps and min_epochs allow.
+
+        Args:
+            reason: becomes `result.stop_reason`.
+        """
+        if self._stop is None:
+            self._stop = reason
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        reduce: str = "mean",
+        batch_size: int | None = None,
+    ) -> None:
+        """Record a value; see `VisionTask.log`. Outside a batch it has weight 1."""
+        weight: float | None = batch_size
+        if weight is None:
+            weight = self.batch_samples if self._in_batch else 1
+        self.records.add(
+            self._prefix,
+            name,
+            value,
+            weight=weight,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            prog_bar=prog_bar,
+            reduce=reduce,
+        )
+
+    def log_dict(self, values: Mapping[str, Any], **settings: Any) -> None:
+        """`log` each of these values, or each metric of a torchmetrics collection, with the same settings."""
+        if isinstance(values, torch.nn.Module):  # a collection: its metrics share states and are computed together
+            self.log("", values, **settings)
+            return
+        for name, value in values.items():
+            self.log(name, value, **settings)
+
+    def log_image(self, name: str, images: Any) -> None:
+        """Show images in the tracker; see `VisionTask.log_image`. Rank 0's are shown; nothing in sanity validation."""
+        if self.tracking is not None and self.stage != "sanity":
+            self.tracking.log_images(self.full_name(name), images, self.state.global_step)
+
+    def full_name(self, name: str) -> str:
+        """`name` with the prefix of its stage, unless it has a "/"."""
+        return name if "/" in name else f"{self._prefix}/{name}"
+
+    def message(self, text: str) -> None:
+        """Tell the person at the terminal something: one process prints, and a bar is not broken by it."""
+        if self.is_main:
+            from tqdm import tqdm
+
+            tqdm.write(text)
+
+    def warn(self, text: str) -> None:
+        """Warn, on rank 0 only."""
+        if self.is_main:
+            warnings.warn(text, stacklevel=3)
+
+    # What the loops use
+
+    @property
+    def _prefix(self) -> str:
+        stage = "val" if self.stage == "sanity" else self.stage
+        return f"{stage}/{self.loader_name}" if self.loader_name and stage != "train" else stage
+
+    @property
+    def _in_batch(self) -> bool:
+        return self._working
+
+    _working = False
+
+    def feed(self, loader: RankLoader, *, start_samples: int = 0, limit: int | None = None) -> Feed:
+        """The batches of the running epoch, or of an evaluation, on this rank's device."""
+        return Feed(
+            loader,
+            self.device,
+            epoch=self.state.epoch if self.stage == "train" else 0,
+            start_samples=start_samples,
+            limit=limit,
+            non_blocking=self.settings["non_blocking"],
+            channels_last=self.settings["channels_last"],
+            finish=partial(self.task.on_after_batch_to_device, stage=self.stage) if self._adapts else None,
+        )
+
+    def begin_batch(self, fetched: Fetched) -> int:
+        """Take note of the batch that is worked on now; returns its samples, 1 when nobody can tell."""
+        size = fetched.size if fetched.size is not None else self.task.batch_size(fetched.batch)
+        self.batch_samples = size
+        self._working = True
+        return 1 if size is None else size
+
+    def end_batch(self) -> None:
+        """No batch is worked on any more."""
+        self.batch_samples = None
+        self._working = False
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Values that are equal on all ranks: remember them, show them, track them."""
+        if not values or self.stage == "sanity":
+            return
+        self.metrics.update(values)
+        for name in self.records.prog_bar_names:
+            if name in values:
+                self.progress_metrics[name] = values[name]
+        if self.verb == "fit":
+            step = self.state.global_step
+            self.callbacks.on_log(self, values, step)
+            if self.tracking is not None:
+                self.tracking.log(values, step, self.state.epoch)
+
+    def step_values(self) -> dict[str, float]:
+        """What the curves get at this step, over all ranks."""
+        assert self.optimization is not None
+        values = self.records.step_values()
+        for name, rate in self.optimization.learning_rates.items():
+            values[f"train/{name}"] = rate
+        if self.optimization.gradient_norm is not None:
+            values["train/grad_norm"] = float(self.optimization.gradient_norm)
+        now, (since, before) = time.perf_counter(), self._throughput
+        if self._trained > before and now > since:
+            values["train/samples_per_second"] = (self._trained - before) / (now - since)
+        self._throughput = (now, self._trained)
+        return values
+
+    _trained = 0
+
+    def count(self, rounds: int, samples: int) -> None:
+        """A window is done."""
+        self.state.batch += rounds
+        self.state.samples += samples
+        self._trained += samples
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank asks for the end of the run."""
+        if self.deadline is not None and self._stop is None and time.monotonic() >= self.deadline:
+            self._stop = "max_time"
+        return self._stop is not None
+
+    def settle_stop(self, asked: bool | None = None) -> None:
+        """Obey a stop that any rank asked for, on all ranks alike.
+
+        Args:
+            asked: whether any rank asked, as all ranks know it; None to find out now.
+        """
+        if self.state.stop_reason is not None:
+            return
+        if asked is None:
+            asked = self.devices.agree([float(self.wants_stop)])[0] > 0
+        if asked and self.plan.may_stop(self.state):
+            reasons = [reason for reason in self.devices.gather_objects(self._stop) if reason is not None]
+            self.state.stop_reason = reasons[0] if reasons else None
+
+    def evaluated(self, stage: str) -> dict[str, float]:
+        """The values of the evaluation loader that was just read, over all ranks."""
+        return self.records.epoch_values(self._prefix)
+
+    @contextmanager
+    def evaluating(self, stage: str) -> Iterator[None]:
+        """Evaluation's surroundings: every module's mode, the generators and the metrics of training are put back.
+
+        The modules are in eval mode and no gradients are kept inside.
+        """
+        former, self.stage = self.stage, stage
+        modes = [(module, module.training) for module in self.task.modules()]
+        generators = random.getstate(), torch.get_rng_state(), _cuda_states(self.device), _numpy_state()
+        self.devices.broadcast_buffers(self.task)
+        paused = time.perf_counter()
+        try:
+            with metrics_aside(self.task), torch.no_grad():
+                self.task.eval()
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            random.setstate(generators[0])
+            torch.set_rng_state(generators[1])
+            if generators[2] is not None:
+                torch.cuda.set_rng_state(generators[2], self.device)
+            if generators[3] is not None:
+                import numpy
+
+                numpy.random.set_state(generators[3])
+            self.end_batch()
+            self.loader_name = ""
+            self.stage = former
+            since, samples = self._throughput
+            self._throughput = (since + time.perf_counter() - paused, samples)  # training's speed, without this
+            self.clock.start()
+
+
+def _no_adaptation() -> Any:
+    from .task import VisionTask
+
+    return VisionTask.on_after_batch_to_device
+
+
+def _cuda_states(device: torch.device) -> torch.Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _numpy_state() -> Any:
+    import sys
+
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()

@@ -1,0 +1,374 @@
+"""`VisionTask`: what a user writes.
+
+    class Classifier(VisionTask):
+        training_step(batch, batch_idx)   -> loss                                 (required)
+        predict_step(batch, batch_idx)    -> outputs, one item per sample         (required)
+        validation_step, test_step        -> anything; call self.log
+        configure_optimizers()            -> optimizers, schedulers
+        any hook of `Callback`            (self, run, ...)
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from . import batch as batches
+from .callback import refuse_unknown_hooks
+from .errors import DataError, TaskError
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class VisionTask(nn.Module, ABC):
+    """A model together with what it learns from: subclass it, and hand it to a `Trainer`.
+
+    It is an `nn.Module` with any submodules and any `forward`. A hook of `Callback` that it defines is called like a
+    callback's, before theirs.
+
+    Raises:
+        TypeError: when a class lacks one of the abstract steps and is instantiated.
+        CallbackError: when a class defines an `on_...` method that is no hook.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_unknown_hooks(cls, also=("on_after_batch_to_device",))
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if missing:
+            raise TypeError(
+                f"{cls.__name__} cannot be instantiated: it does not define {' and '.join(missing)}. "
+                f"Every task needs training_step(self, batch, batch_idx) and predict_step(self, batch, batch_idx)."
+            )
+        task = super().__new__(cls)
+        # Kept here, so that save_hyperparameters need not look through the caller's frames.
+        object.__setattr__(task, "_arguments", (args, kwargs))
+        return task
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: Run | None = None
+        self._hparams: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle of the task is the task, without the run it is in.
+        state = dict(self.__dict__)
+        state["_run"] = None
+        state.pop("_arguments", None)
+        return state
+
+    # What a user writes
+
+    @abstractmethod
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Compute the loss of one batch.
+
+        Returns:
+            A scalar tensor, the mean over the batch's samples; or `{"loss": loss, "weight": n}` when it is a mean over
+            n of something else (labelled pixels, boxes); or None to leave the batch out. A weight of 0 leaves it out too.
+        """
+
+    @abstractmethod
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Predict one batch of B samples.
+
+        Returns:
+            One item per sample: a tensor (B, ...), a list of length B, or a dict or tuple of these. None is allowed.
+        """
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch of a validation loader; what it returns goes to `on_evaluation_batch_end`."""
+        raise TaskError(f"{type(self).__name__} has no validation_step, so it cannot be validated or tested.")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch of a test loader; `validation_step` unless overridden."""
+        return self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers and learning-rate schedulers; AdamW with torch's defaults unless overridden.
+
+        Returns:
+            An optimizer; several, which step together; `(optimizers, schedulers)`; or Lightning's dict
+            `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step" or "epoch", "frequency": 1,
+            "monitor": "val/loss"}}`, or a list of such dicts. A scheduler goes by epochs unless its interval says "step".
+        """
+        if self._run is not None:
+            self._run.message(
+                f"{type(self).__name__} has no configure_optimizers: training with AdamW and a learning rate of 1e-3."
+            )
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
+
+    def setup(self, stage: str) -> None:
+        """Called once at the start of a verb, before the task is moved to its device.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+
+    def train_dataloader(self) -> Any:
+        """The training loader, when none is given to `fit`."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list or dict of them, when none is given."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """The test loader, or a list or dict of them, when none is given."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """The loader to predict, when none is given."""
+        return None
+
+    # What a user may override
+
+    def batch_size(self, batch: Any) -> int | None:
+        """How many samples a batch holds; None when it cannot be told. Asked only where the sampler does not know."""
+        return batches.batch_size(batch)
+
+    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Cut a batch into consecutive pieces of these numbers of samples."""
+        return batches.split(batch, sizes)
+
+    def on_after_batch_to_device(self, batch: Any, stage: str) -> Any:
+        """Change a batch on its device: augmentation on the accelerator, MixUp.
+
+        Args:
+            batch: as loaded, on `self.device`.
+            stage: "train", "sanity", "val", "test" or "predict".
+
+        Returns:
+            The batch to use, with as many samples.
+        """
+        return batch
+
+    def train_mode(self) -> None:
+        """Put the modules into train mode, but leave asleep what is frozen and was put to sleep.
+
+        A module in eval mode stays there when all its parameters are frozen. A module without parameters goes by its
+        nearest ancestor that has some. So a frozen backbone keeps its batch-norm statistics, while a model from
+        `from_pretrained`, which comes in eval mode, wakes up with its dropout.
+        """
+        asleep = set(_asleep(self, False))
+        before = [(name, module) for name, module in self.named_modules() if not module.training]
+        self.train()  # also runs the modules' own train(), which may keep parts of them in eval mode
+        for module in asleep:
+            module.training = False
+        woken = [name for name, module in before if module.training]
+        topmost = [name for name in woken if not any(name.startswith(f"{other}.") or not other for other in woken if other != name)]
+        if topmost and self._run is not None:
+            names = ", ".join(name or type(self).__name__ for name in topmost)
+            self._run.message(f"Switched to train mode: {names}. (Freeze its parameters to keep a module in eval mode.)")
+
+    # What a user calls
+
+    @property
+    def run(self) -> Run:
+        """The run that the task is in.
+
+        Raises:
+            TaskError: outside a run.
+        """
+        if self._run is None:
+            raise TaskError(f"{type(self).__name__} is in no run: self.run exists while a Trainer works with the task.")
+        return self._run
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the run; outside one, that of the first parameter or buffer, or the CPU."""
+        if self._run is not None:
+            return self._run.device
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        reduce: str = "mean",
+        batch_size: int | None = None,
+    ) -> None:
+        """Record a value; does nothing outside a run.
+
+        Args:
+            name: gets its stage's prefix ("train/", "val/", "test/") unless it has a "/".
+            value: a number, a tensor of one element (left on its device), or a torchmetrics metric of the task, which
+                the trainer synchronises over all ranks, computes and resets.
+            on_step: a point of the curve every `log_every_n_steps`: the value since the last point. Default: plain
+                values in training.
+            on_epoch: the value over the epoch or the evaluation. Default: metrics, and everything outside training.
+                With both, the second series is called `name_epoch`.
+            prog_bar: show it in the progress bar.
+            reduce: "mean" (weighted by samples), "sum", "min" or "max", over batches and ranks.
+            batch_size: the weight of this value in a mean, when it is not the batch's number of samples.
+        """
+        if self._run is not None:
+            self._run.log(
+                name, value, on_step=on_step, on_epoch=on_epoch, prog_bar=prog_bar, reduce=reduce, batch_size=batch_size
+            )
+
+    def log_dict(self, values: Mapping[str, Any], **settings: Any) -> None:
+        """`log` each of these values, or each metric of a torchmetrics collection, with the same settings."""
+        if self._run is not None:
+            self._run.log_dict(values, **settings)
+
+    def log_image(self, name: str, images: Any) -> None:
+        """Show images in the tracker; does nothing outside a run.
+
+        Args:
+            name: gets its stage's prefix unless it has a "/".
+            images: (N, C, H, W) or (C, H, W), C of 1 or 3, float in [0, 1] or uint8.
+        """
+        if self._run is not None:
+            self._run.log_image(name, images)
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The saved hyper-parameters; empty before `save_hyperparameters`."""
+        return self._hparams
+
+    def save_hyperparameters(self, *names: str, ignore: Iterable[str] = ()) -> None:
+        """Keep the constructor's arguments as hyper-parameters; call it in `__init__`, after `super().__init__()`.
+
+        Args:
+            names: only these; all when none is given.
+            ignore: all but these. Modules are left out unless named: they are weights, not settings.
+
+        Raises:
+            TaskError: a name is no argument of the constructor, or the arguments are gone (a copied or unpickled task).
+        """
+        if "_arguments" not in self.__dict__:
+            raise TaskError("save_hyperparameters works in the constructor; this task is a copy or was unpickled.")
+        args, kwargs = self.__dict__["_arguments"]
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        values: dict[str, Any] = {}
+        for key, parameter in list(inspect.signature(type(self).__init__).parameters.items())[1:]:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                values.update(bound.arguments[key])
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                if bound.arguments[key]:
+                    values[key] = bound.arguments[key]
+            else:
+                values[key] = bound.arguments[key]
+        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        unknown = [name for name in (*names, *ignored) if name not in values]
+        if unknown:
+            raise TaskError(
+                f"{type(self).__name__}.__init__ has no argument {', '.join(map(repr, unknown))}; "
+                f"it has {', '.join(values) or 'none'}."
+            )
+        chosen = {key: value for key, value in values.items() if (key in names if names else key not in ignored)}
+        self._hparams = {
+            key: _detached(value) for key, value in chosen.items() if key in names or not isinstance(value, nn.Module)
+        }
+
+    def save_weights(self, path: str | Path) -> Path:
+        """Write the task's parameters and buffers to a safetensors file; tied weights stay tied.
+
+        Returns:
+            The file's path.
+        """
+        from safetensors.torch import save_model
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside, then renamed: a process that dies here leaves the former file whole.
+        beside = path.with_name(f".{path.name}.partial")
+        save_model(self, str(beside))
+        beside.replace(path)
+        return path
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> list[str]:
+        """Read parameters and buffers from a safetensors file.
+
+        Args:
+            path: a file that `save_weights`, or anything else, wrote with this task's keys.
+            strict: demand that keys and shapes agree; else load what does.
+
+        Returns:
+            The keys that were skipped: in one of the two only, or of another shape. Empty when strict.
+
+        Raises:
+            DataError: the file is missing or broken, keys or shapes differ (strict), or not one key agrees.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found = load_file(str(path))
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"The weights {path} cannot be read: {error}") from error
+        own = self.state_dict()
+        shared = _tied_names(own)
+        for name, others in shared.items():
+            stored = next((other for other in others if other in found), None)
+            if name not in found and stored is not None:
+                found[name] = found[stored]
+        matching = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
+        reshaped = [f"{n} ({tuple(found[n].shape)} in the file, {tuple(own[n].shape)} here)" for n in found if n in own and n not in matching]
+        missing = [name for name in own if name not in found]
+        foreign = [name for name in found if name not in own]
+        if not matching:
+            raise DataError(
+                f"The weights {path} share no key with {type(self).__name__}: the file has {_some(found)}, "
+                f"the task has {_some(own)}."
+            )
+        if strict and (reshaped or missing or foreign):
+            parts = [("missing in the file", missing), ("not in the task", foreign), ("of another shape", reshaped)]
+            told = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+            raise DataError(f"The weights {path} do not fit {type(self).__name__}: {told}. strict=False loads the rest.")
+        self.load_state_dict(matching, strict=False)
+        return [*missing, *foreign, *(text.split(" ", 1)[0] for text in reshaped)]
+
+
+def _asleep(module: nn.Module, ancestor_asleep: bool) -> Iterable[nn.Module]:
+    """The modules that `train_mode` leaves in eval mode."""
+    parameters = list(module.parameters())
+    if parameters:
+        sleeps = not module.training and not any(parameter.requires_grad for parameter in parameters)
+    else:
+        sleeps = not module.training and ancestor_asleep
+    if sleeps:
+        yield module
+    for child in module.children():
+        yield from _asleep(child, sleeps if parameters else ancestor_asleep)
+
+
+def _detached(value: Any) -> Any:
+    """A copy of plain containers, so that a later change of the caller's list is not taken for the setting."""
+    if type(value) is dict:
+        return {key: _detached(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_detached(item) for item in value)
+    return value
+
+
+def _tied_names(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """For each key whose tensor is stored under other keys too, those keys."""
+    by_storage: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
+    for name, tensor in state.items():
+        if tensor.numel():
+            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+            by_storage.setdefault(key, []).append(name)
+    return {name: [n for n in names if n != name] for names in by_storage.values() if len(names) > 1 for name in names}
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

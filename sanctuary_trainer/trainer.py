@@ -1,0 +1,541 @@
+"""`Trainer`: settings, their checks, and the four verbs.
+
+    fit, validate, test, predict
+      devices, seed, data.prepare_data and setup, task.setup, loaders       -> a Run
+      task to its device, callbacks.setup
+      fit: train mode, optimizers, wrapping, run folder, trackers
+      the loop
+      on_exception, on_fit_end, teardown, trackers closed, task set free     always
+
+A Trainer holds settings and nothing that lives: a second `fit` inherits nothing from the first.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .callback import Callback, Callbacks, with_defaults
+from .data import RankLoader
+from .devices import Devices, launcher_compile, launcher_int
+from .errors import DataError, NotSupportedError, RunFolderError, TaskError
+from .executor import Executor
+from .loops.evaluate import evaluate
+from .loops.fit import fit
+from .loops.predict import Predictions, predict
+from .optimization import Optimization
+from .plan import Plan
+from .run import Run
+from .settings import Limit, check_settings, limit_rounds
+from .task import VisionTask
+from .tracking import Tracking, check_log_with
+
+_DATA_METHODS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What came of a `fit`.
+
+    Attributes:
+        metrics: the last value of everything that was logged, over all ranks.
+        stop_reason: "max_epochs", "max_steps", "max_time", or what somebody gave to `run.stop`.
+        run_dir: the folder with the curves and `metrics.jsonl`.
+        global_step: optimizer updates that were made.
+    """
+
+    metrics: dict[str, float]
+    stop_reason: str
+    run_dir: Path
+    global_step: int
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a `VisionTask`, on one process or on many.
+
+    Args:
+        max_epochs, max_steps: limits of a fit; at least one of these and `max_time` is required.
+        max_time: seconds, a `timedelta`, or "DD:HH:MM:SS".
+        min_epochs, min_steps: a stop that a callback or `max_time` asks for waits for these.
+        gradient_accumulation_steps: batches on each rank in one step; None: what the launcher says, else 1.
+        gradient_clip_val, gradient_clip_algorithm: clip the finished gradients by "norm" or by "value".
+        val_check_interval: int: validate every that many steps, counted across epochs; float: every that fraction of an
+            epoch's steps; None: at the end of an epoch.
+        check_val_every_n_epoch: validate in every that many epochs.
+        num_sanity_val_steps: rounds of validation before training, which leave no trace.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: int: that many batches on each
+            rank; float in [0, 1]: that fraction of the loader.
+        overfit_batches: train on this much of the loader, unshuffled and the same in every epoch; limits validation too.
+        fast_dev_run: run everything once (True) or for that many steps, tracker included, in a temporary folder.
+        log_every_n_steps: steps between two points of the curves.
+        mixed_precision: "no", "bf16" or "fp16"; None: what the launcher says.
+        cpu: True to stay on the CPU; None: what the launcher says.
+        accelerator: a ready `accelerate.Accelerator` to work with.
+        non_blocking: let copies to the device run while the host goes on.
+        dispatch_batches: rank 0 reads all batches and deals them.
+        shard_data: False for streams that shard themselves: each rank reads its loader as it is.
+        sync_batchnorm: batch-norm statistics over all ranks (accelerators only).
+        find_unused_parameters: let DDP look for parameters that a step did not use.
+        timeout: seconds a rank waits for the others before it fails; None: torch's default of 30 minutes.
+        compile: True, a torch.compile backend, or a dict of its arguments: compiles the task's child modules.
+        channels_last: the task and its image batches in channels-last memory format.
+        seed: seeds `random`, numpy and torch at the start, and the order of the data; None: the order is drawn anew.
+        deterministic: ask torch for deterministic algorithms.
+        log_with: "tensorboard", another tracker that accelerate knows, several of them, or None for `metrics.jsonl` alone.
+        project_dir, run_name: the run's folder is `project_dir/run_name`; the name is the task's with a number if None.
+        callbacks: instances, or names given by `register_callback`.
+        default_callbacks: add the progress bar and the summary.
+
+    Raises:
+        SettingsError: a setting is wrong, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: float | str | timedelta | None = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        limit_train_batches: Limit = None,
+        limit_val_batches: Limit = None,
+        limit_test_batches: Limit = None,
+        limit_predict_batches: Limit = None,
+        overfit_batches: Limit = None,
+        fast_dev_run: bool | int = False,
+        log_every_n_steps: int = 50,
+        mixed_precision: str | None = None,
+        cpu: bool | None = None,
+        accelerator: Any = None,
+        non_blocking: bool = True,
+        dispatch_batches: bool = False,
+        shard_data: bool = True,
+        sync_batchnorm: bool = False,
+        find_unused_parameters: bool = False,
+        timeout: float | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
+        channels_last: bool = False,
+        seed: int | None = None,
+        deterministic: bool = False,
+        log_with: Any = "tensorboard",
+        project_dir: str | Path = "runs",
+        run_name: str | None = None,
+        callbacks: Sequence[Callback | str] | Callback | str = (),
+        default_callbacks: bool = True,
+    ) -> None:
+        settings = {name: value for name, value in locals().items() if name != "self"}
+        self.settings = check_settings(settings)
+        check_log_with(log_with)
+        given = [callbacks] if isinstance(callbacks, Callback | str) else list(callbacks)
+        Callbacks(None, given)  # names and duplicates are checked before anything is built
+        self._callbacks = given
+
+    # The four verbs
+
+    def fit(self, task: VisionTask, train: Any = None, val: Any = None, *, data: Any = None, resume: Any = None) -> FitResult:
+        """Train a task from its present weights, with new optimizers.
+
+        Args:
+            task: the task; its weights are changed in place.
+            train: the training loader; else `data`'s, else the task's own.
+            val: the validation loader, or a list or dict of several, whose names become prefixes ("val/NAME/loss").
+            data: any object with `train_dataloader()` and friends; `prepare_data()` (on one rank of each machine) and
+                `setup(stage)` are called where it has them.
+            resume: not supported yet.
+
+        Raises:
+            SettingsError: no limit of training was given, or a setting does not fit the data.
+            DataError: there is no training loader, or it gives no batch.
+            TaskError: the task cannot be trained as it is.
+            RankError: another rank failed.
+        """
+        if resume is not None:
+            raise NotSupportedError(f"resume={resume!r}: this version cannot continue a run. Leave resume out.")
+        with self._run("fit", task, {"train": train, "val": val}, data) as run:
+            fit(run)
+        assert run.run_dir is not None and run.state.stop_reason is not None
+        return FitResult(dict(run.metrics), run.state.stop_reason, run.run_dir, run.state.global_step)
+
+    def validate(self, task: VisionTask, val: Any = None, *, data: Any = None) -> dict[str, float]:
+        """Evaluate a task with `validation_step`; returns the logged values, over all ranks, by full name."""
+        with self._run("validate", task, {"val": val}, data) as run:
+            return evaluate(run, "val")
+
+    def test(self, task: VisionTask, test: Any = None, *, data: Any = None) -> dict[str, float]:
+        """Evaluate a task with `test_step`; returns the logged values, over all ranks, by full name."""
+        with self._run("test", task, {"test": test}, data) as run:
+            return evaluate(run, "test")
+
+    def predict(
+        self,
+        task: VisionTask,
+        loader: Any = None,
+        *,
+        data: Any = None,
+        return_predictions: bool = True,
+        output_dir: str | Path | None = None,
+    ) -> list[Any] | Predictions | None:
+        """Predict every sample of a loader once.
+
+        Args:
+            task: the task.
+            loader: the loader; else `data`'s, else the task's own.
+            data: as in `fit`.
+            return_predictions: False: the outputs are only shown to `on_predict_batch_end`.
+            output_dir: a new or empty folder to write the predictions to, in constant memory.
+
+        Returns:
+            A list of one item per sample, in the order in which one process would read them, the same on every rank; 16-bit
+            floats come back as float32. With `output_dir` a `Predictions` that reads them from there. Else None.
+
+        Raises:
+            DataError: `predict_step` did not return one item per sample.
+            RunFolderError: `output_dir` is not empty.
+        """
+        with self._run("predict", task, {"predict": loader}, data) as run:
+            folder = None
+            if output_dir is not None:
+                folder = Path(output_dir)
+                error = _claim(folder) if run.is_main else None
+                run.devices.raise_together(error)
+            [(name, ranked)] = run.evaluation_loaders.items()
+            keep = return_predictions or folder is not None
+            found = predict(run, ranked, run.evaluation_limits[name], keep=keep, output_dir=folder)
+            return found if return_predictions else None
+
+    # How a run is made
+
+    @contextmanager
+    def _run(self, verb: str, task: VisionTask, loaders: dict[str, Any], data: Any) -> Iterator[Run]:
+        settings = dict(self.settings)
+        if not isinstance(task, VisionTask):
+            raise TaskError(f"{verb} got {type(task).__name__}; an instance of a VisionTask subclass was expected.")
+        if task._run is not None:
+            raise TaskError(f"{type(task).__name__} is in a run already: one task cannot be in two at once.")
+        if verb == "fit":
+            _check_limits(settings)
+        _check_data(data, loaders)
+        devices = Devices(
+            mixed_precision=settings["mixed_precision"],
+            cpu=settings["cpu"],
+            accelerator=settings["accelerator"],
+            timeout=settings["timeout"],
+            find_unused_parameters=settings["find_unused_parameters"],
+        )
+        if settings["gradient_accumulation_steps"] is None:
+            settings["gradient_accumulation_steps"] = launcher_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)
+        seed = devices.broadcast_object(settings["seed"] if settings["seed"] is not None else random.SystemRandom().getrandbits(31))
+        if settings["seed"] is not None:
+            _seed_everything(seed + devices.rank)
+        run = Run(verb, task, devices, settings, seed)
+        task._run = run
+        try:
+            with _determinism(settings["deterministic"]):
+                try:
+                    self._build(run, loaders, data)
+                    yield run
+                except BaseException as error:
+                    run.callbacks.on_exception(run, error)
+                    raise
+                finally:
+                    self._take_apart(run, data)
+        finally:
+            task._run = None
+
+    def _build(self, run: Run, loaders: dict[str, Any], data: Any) -> None:
+        settings, task, devices = run.settings, run.task, run.devices
+        if data is not None:
+            if callable(getattr(data, "prepare_data", None)):
+                with devices.main_first() as first:
+                    if first:
+                        data.prepare_data()
+            if callable(getattr(data, "setup", None)):
+                data.setup(run.verb)
+        task.setup(run.verb)
+        _build_loaders(run, loaders, data)
+        if settings["sync_batchnorm"] and devices.world_size > 1:
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(task)
+        task.to(devices.device)
+        if settings["channels_last"]:
+            task.to(memory_format=torch.channels_last)
+        given = with_defaults(self._callbacks) if settings["default_callbacks"] else self._callbacks
+        run.callbacks = Callbacks(task, given)
+        run.callbacks.setup(run)
+        if run.verb == "fit":
+            self._build_fit(run)
+        _compile(run)
+
+    def _build_fit(self, run: Run) -> None:
+        settings, task = run.settings, run.task
+        if not any(parameter.requires_grad for parameter in task.parameters()):
+            raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient, so nothing can be trained.")
+        task.train_mode()
+        run.optimization = Optimization(
+            task.configure_optimizers(),
+            task,
+            clip=settings["gradient_clip_val"],
+            clip_algorithm=settings["gradient_clip_algorithm"],
+            scaler=run.devices.scaler,
+        )
+        run.executor = Executor(task, run.devices)
+        run.execute = run.executor.execute
+        run.run_dir = _make_run_dir(run)
+        chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
+        run.hparams = {**task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
+        run.tracking = Tracking(
+            run.run_dir,
+            log_with=settings["log_with"],
+            is_main=run.is_main,
+            hparams=run.hparams,
+            accelerator=run.devices.accelerator,
+        )
+        if settings["max_time"] is not None:
+            run.deadline = time.monotonic() + settings["max_time"]
+
+    def _take_apart(self, run: Run, data: Any) -> None:
+        try:
+            if run.verb == "fit":
+                run.callbacks.on_fit_end(run)
+        finally:
+            try:
+                run.callbacks.teardown(run)
+                if callable(getattr(data, "teardown", None)):
+                    data.teardown(run.verb)
+            finally:
+                if run.tracking is not None:
+                    run.tracking.close()
+                for loader in (run.train_loader, *run.evaluation_loaders.values()):
+                    if loader is not None:
+                        loader.close()
+                if run.optimization is not None:
+                    run.optimization.zero_grad()
+                    run.executor = None  # DDP's hooks leave the parameters with it
+
+
+def _check_limits(settings: Mapping[str, Any]) -> None:
+    from .errors import SettingsError
+
+    if all(settings[name] is None for name in ("max_epochs", "max_steps", "max_time")):
+        raise SettingsError("fit has no end: give the Trainer max_epochs, max_steps or max_time.")
+
+
+def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:
+    for name, loader in loaders.items():
+        if any(callable(getattr(loader, method, None)) for method in _DATA_METHODS):
+            raise DataError(f"The {name} loader is a {type(loader).__name__}, which makes loaders itself: give it as data=.")
+    if data is None:
+        return
+    if not any(callable(getattr(data, method, None)) for method in _DATA_METHODS):
+        raise DataError(f"data= got {type(data).__name__}, which has none of {', '.join(f'{m}()' for m in _DATA_METHODS)}.")
+    given = [name for name, loader in loaders.items() if loader is not None]
+    if given:
+        raise DataError(f"Both data= and a {given[0]} loader were given; give one of the two.")
+
+
+def _loader_of(run: Run, name: str, given: Any, data: Any) -> Any:
+    """The loader that was given, else the data object's, else the task's."""
+    if given is not None:
+        return given
+    for owner in (data, run.task):
+        method = getattr(owner, f"{name}_dataloader", None)
+        loader = method() if callable(method) else None
+        if loader is not None and not (isinstance(loader, list | tuple | dict) and not loader):
+            return loader
+    return None
+
+
+def _build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
+    settings = run.settings
+
+    def ranked(name: str, loader: Any, shuffle: bool | None = None) -> RankLoader:
+        return RankLoader(
+            loader,
+            rank=run.rank,
+            world_size=run.world_size,
+            seed=run.seed,
+            shard_data=settings["shard_data"],
+            dispatch=run.devices if settings["dispatch_batches"] and run.world_size > 1 else None,
+            shuffle=shuffle,
+            name=name,
+        )
+
+    for name, given in loaders.items():
+        loader = _loader_of(run, name, given, data)
+        if loader is None and name != "val":
+            raise DataError(
+                f"{run.verb} has no {name} loader: give one, or data= with {name}_dataloader(), "
+                f"or define {name}_dataloader in {type(run.task).__name__}."
+            )
+        if loader is None and run.verb == "validate":
+            raise DataError("validate has no validation loader: give one, or define val_dataloader.")
+        if loader is None:
+            continue
+        limit = settings[f"limit_{name}_batches"]
+        if name == "train":
+            overfit = settings["overfit_batches"] is not None
+            run.train_loader = ranked(name, loader, False if overfit else None)
+            run.train_limit = limit_rounds(limit, run.train_loader.num_rounds, "limit_train_batches")
+            continue
+        several = _by_name(loader)
+        if name == "predict" and len(several) != 1:
+            raise DataError(f"predict takes one loader, and got {len(several)}; call it once for each.")
+        for key, one in several.items():
+            run.evaluation_loaders[key] = ranked(name, one)
+            rounds = run.evaluation_loaders[key].num_rounds
+            run.evaluation_limits[key] = limit_rounds(limit, rounds, f"limit_{name}_batches")
+    if run.verb == "fit":
+        run.plan = _plan(run)
+
+
+def _by_name(loader: Any) -> dict[str, Any]:
+    if isinstance(loader, Mapping):
+        return {str(name): one for name, one in loader.items()}
+    if isinstance(loader, list | tuple) and loader and all(hasattr(one, "__iter__") and hasattr(one, "dataset") for one in loader):
+        return {str(number): one for number, one in enumerate(loader)}
+    return {"": loader}
+
+
+def _plan(run: Run) -> Plan:
+    from .feed import limited
+
+    settings, loader = run.settings, run.train_loader
+    assert loader is not None
+    rounds = limited(loader.num_rounds, run.train_limit) if loader.num_rounds is not None else None
+    if rounds == 0:
+        raise DataError(
+            f"The training loader gives no batch: {loader.num_samples} samples, batch size {loader.batch_size}, "
+            f"{run.world_size} ranks, limit_train_batches={settings['limit_train_batches']}. "
+            "With drop_last=True a data set must fill one batch on every rank."
+        )
+    interval = settings["val_check_interval"]
+    if isinstance(interval, float) and rounds is None:
+        from .errors import SettingsError
+
+        raise SettingsError(
+            f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length; "
+            "give a whole number of steps."
+        )
+    accumulation = settings["gradient_accumulation_steps"]
+    if rounds is not None and rounds < accumulation:
+        run.warn(
+            f"An epoch has {rounds} batches on each rank and gradient_accumulation_steps is {accumulation}: "
+            "each epoch is one step over all of its batches."
+        )
+    validates = bool(run.evaluation_loaders) and any(limit != 0 for limit in run.evaluation_limits.values())
+    if validates and type(run.task).validation_step is VisionTask.validation_step:
+        raise TaskError(f"A validation loader was given, but {type(run.task).__name__} has no validation_step.")
+    return Plan(
+        rounds=rounds,
+        accumulation=accumulation,
+        max_epochs=settings["max_epochs"],
+        max_steps=settings["max_steps"],
+        min_epochs=settings["min_epochs"] or 0,
+        min_steps=settings["min_steps"] or 0,
+        val_check_interval=interval,
+        check_val_every_n_epoch=settings["check_val_every_n_epoch"],
+        validates=validates,
+        log_every_n_steps=settings["log_every_n_steps"],
+    )
+
+
+def _compile(run: Run) -> None:
+    """Compile the task's child modules in place: keys keep their names and logging stays out of the graph."""
+    wanted = run.settings["compile"]
+    if wanted is None:
+        wanted = launcher_compile()
+    if not wanted:
+        return
+    arguments = dict(wanted) if isinstance(wanted, Mapping) else {} if wanted is True else {"backend": wanted}
+    for child in run.task.children():
+        if any(True for _ in child.parameters()) and child._compiled_call_impl is None:
+            child.compile(**arguments)
+
+
+def _make_run_dir(run: Run) -> Path:
+    """The run's folder, made by rank 0; the others learn its name."""
+    made: Path | None = None
+    error: Exception | None = None
+    if run.is_main:
+        try:
+            made = _new_run_dir(Path(run.settings["project_dir"]), run.settings["run_name"], type(run.task).__name__)
+        except (OSError, RunFolderError) as raised:
+            error = raised if isinstance(raised, RunFolderError) else RunFolderError(f"The run folder cannot be made: {raised}")
+    run.devices.raise_together(error)
+    folder: Path = run.devices.broadcast_object(made)
+    return folder
+
+
+def _new_run_dir(project_dir: Path, run_name: str | None, task_name: str) -> Path:
+    project_dir.mkdir(parents=True, exist_ok=True)
+    if run_name is not None:
+        folder = project_dir / run_name
+        error = _claim(folder)
+        if error is not None:
+            raise error
+        return folder
+    taken = [path.name.rpartition("-")[2] for path in project_dir.glob(f"{task_name.lower()}-*")]
+    number = max((int(text) for text in taken if text.isdigit()), default=0)
+    while True:  # another run may take the number in between: mkdir says so
+        number += 1
+        folder = project_dir / f"{task_name.lower()}-{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+
+
+def _claim(folder: Path) -> RunFolderError | None:
+    """Make `folder`; the error when it cannot be made or holds something."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return RunFolderError(f"The folder {folder} is not empty: it holds another run. Give another name, or remove it.")
+    except OSError as error:
+        return RunFolderError(f"The folder {folder} cannot be made: {error}")
+    return None
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    # warn_only: an operation without a deterministic form is named in a warning instead of ending the run.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = before[2]
