@@ -1,0 +1,1 @@
+"""The command line `sanctuary`: one file per command. Nobody imports it."""
