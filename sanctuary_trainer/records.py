@@ -26,18 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
-from sanctuary_trainer.metrics import (
-    Ranks,
-    entries,
-    is_metric_or_collection,
-    merged,
-    metrics_aside,
-    metrics_in,
-    reset,
-    reset_metrics,
-)
-
-__all__ = ["Records", "metrics_aside", "reset_metrics"]
+from sanctuary_trainer.metrics import Ranks, entries, is_metric_or_collection, merged, metrics_in, reset
 
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
@@ -230,7 +219,7 @@ class Records:
             warnings.warn(
                 f"log({series.name!r}): the batch size is unknown, so that every batch counts alike in the mean. "
                 "Give it with batch_size=.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return 1.0
 

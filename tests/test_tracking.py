@@ -1,0 +1,330 @@
+"""What a run leaves in its folder: one event file, hyper-parameters beside the metrics, `metrics.jsonl`."""
+
+import dataclasses
+import json
+import math
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.tracking import Tracking, check_log_with, flatten_hparams, image_grid
+
+
+@dataclasses.dataclass
+class Layers:
+    depth: int = 3
+    norm: str = "batch"
+
+
+def case_93() -> dict[str, Any]:
+    return {
+        "a": [1, 2],
+        "b": None,
+        "c": torch.zeros(2, 3),
+        "d": Layers(),
+        "e": Path("data") / "images",
+        "f": nn.ReLU,
+        "g": {"h": 1.5},
+        "i": math.nan,
+    }
+
+
+def track(folder: Path, hparams: dict[str, Any] | None = None, **settings: Any) -> Tracking:
+    return Tracking(folder, **{"log_with": "tensorboard", "is_main": True, "hparams": hparams or {}, **settings})
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[Any]:
+    """A function that asks TensorBoard's server, as its page does."""
+    from tensorboard import default
+    from tensorboard.program import TensorBoard
+
+    server = TensorBoard(plugins=default.get_plugins())
+    server.configure(argv=["", "--logdir", str(folder), "--port", "0", "--load_fast", "false"])
+    url = server.launch()
+
+    def ask(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{url}data/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)
+
+    yield ask
+
+
+def test_a_fit_leaves_one_event_file_and_no_second_run(tmp_path: Path) -> None:
+    tracking = track(tmp_path / "run", case_93())
+    for step in range(10, 60, 10):
+        tracking.log({"train/loss": 1 / step, "val/accuracy": step / 100}, step, epoch=step // 30)
+    tracking.log_images("val/images", torch.rand(3, 3, 8, 8), 50)
+    tracking.close("success")
+
+    kinds = sorted(path.name.split(".")[0] for path in (tmp_path / "run").rglob("*"))
+    assert kinds == ["events", "metrics"]
+    written = events(tmp_path / "run")
+    loss = written.Scalars("train/loss")
+    assert [event.step for event in loss] == [10, 20, 30, 40, 50]
+    assert loss[-1].value == pytest.approx(0.02)
+    assert [event.value for event in written.Scalars("epoch")] == [0, 0, 1, 1, 1]
+    assert written.Tags()["images"] == ["val/images"]
+
+
+def test_tensorboard_shows_hyper_parameters_and_the_last_value_in_the_run_itself(tmp_path: Path) -> None:
+    first, second = track(tmp_path / "first", case_93()), track(tmp_path / "second", {"g": {"h": 2.5}})
+    for step in range(5):
+        first.log({"val/accuracy": step / 8}, step, epoch=0)
+        second.log({"val/accuracy": step / 16}, step, epoch=0)
+    first.close("success")
+    second.close("failure")
+
+    with tensorboard(tmp_path) as ask:
+        for _ in range(200):
+            if len(runs := ask("runs")) == 2:  # it reads in the background
+                break
+            time.sleep(0.1)
+        assert runs == ["first", "second"]
+        columns = ask("plugin/hparams/experiment", {"experimentName": "", "hparamsLimit": 0, "includeMetrics": True})
+        kinds = {info["name"]: info["type"] for info in columns["hparamInfos"]}
+        assert kinds["g/h"] == "DATA_TYPE_FLOAT64"
+        assert "val/accuracy" in [info["name"]["tag"] for info in columns["metricInfos"]]
+        asked = [{"hparam": name, "includeInResult": True} for name in kinds]
+        asked += [{"metric": info["name"], "includeInResult": True} for info in columns["metricInfos"]]
+        groups = ask(
+            "plugin/hparams/session_groups",
+            {
+                "experimentName": "",
+                "allowedStatuses": ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_UNKNOWN", "STATUS_RUNNING"],
+                "colParams": asked,
+                "startIndex": 0,
+                "sliceSize": 10,
+                "includeMetrics": True,
+            },
+        )["sessionGroups"]
+    sessions = {group["sessions"][0]["name"]: group for group in groups}
+    assert sessions["first"]["hparams"]["g/h"] == 1.5
+    assert sessions["first"]["hparams"]["d/depth"] == 3
+    assert sessions["first"]["hparams"]["i"] == "nan"
+    assert sessions["second"]["hparams"]["g/h"] == 2.5
+    last = {name: {m["name"]["tag"]: m["value"] for m in group["metricValues"]} for name, group in sessions.items()}
+    assert last["first"]["val/accuracy"] == 0.5
+    assert last["second"]["val/accuracy"] == 0.25
+    assert sessions["first"]["sessions"][0]["status"] == "STATUS_SUCCESS"
+    assert sessions["second"]["sessions"][0]["status"] == "STATUS_FAILURE"
+
+
+def test_hyper_parameters_of_any_type_are_flattened_and_left_as_they_were() -> None:
+    hparams = case_93()
+    before, inner = dict(hparams), deepcopy(hparams["g"])
+    flat = flatten_hparams(hparams)
+    assert flat == {
+        "a": "[1, 2]",
+        "b": "None",
+        "c": "tensor of shape (2, 3), float32",
+        "d/depth": 3,
+        "d/norm": "batch",
+        "e": str(Path("data/images")),
+        "f": "torch.nn.modules.activation.ReLU",
+        "g/h": 1.5,
+        "i": "nan",
+    }
+    assert all(hparams[name] is before[name] for name in before) and hparams["g"] == inner
+
+
+def test_hyper_parameters_that_are_numbers_in_other_clothes_stay_numbers() -> None:
+    flat = flatten_hparams(
+        {
+            "bool": True,
+            "int": np.int64(3),
+            "float": np.float32(0.5),
+            "tensor": torch.tensor(2.5),
+            "one": torch.tensor([4]),
+            "empty": {},
+            "none": {"inside": {}},
+            1: {2: "key"},
+            "pair": (nn.ReLU, Path("a")),
+            "function": flatten_hparams,
+        }
+    )
+    assert flat == {
+        "bool": True,
+        "int": 3,
+        "float": 0.5,
+        "tensor": 2.5,
+        "one": 4,
+        "empty": "{}",
+        "none/inside": "{}",
+        "1/2": "key",
+        "pair": "(torch.nn.modules.activation.ReLU, a)",
+        "function": "sanctuary_trainer.tracking.flatten_hparams",
+    }
+    assert flat["bool"] is True
+
+
+def test_every_line_of_metrics_is_strict_json_and_whole_at_once(tmp_path: Path) -> None:
+    tracking = track(tmp_path, log_with=None)
+    tracking.log({"train/loss": math.nan, "train/up": math.inf, "train/down": -math.inf, "train/x": 1.5}, 3, epoch=1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
+    values = json.loads(line, parse_constant=refuse)
+    assert (values["step"], values["epoch"], values["train/x"]) == (3, 1, 1.5)
+    assert math.isnan(float(values["train/loss"]))
+    assert (float(values["train/up"]), float(values["train/down"])) == (math.inf, -math.inf)
+    tracking.close("success")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nan_reaches_tensorboard(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    tracking.log({"train/loss": math.nan}, 1, epoch=0)
+    tracking.close("success")
+    assert math.isnan(events(tmp_path).Scalars("train/loss")[0].value)
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    tracking = track(tmp_path / "run", is_main=False)
+    tracking.log({"train/loss": 1.0}, 1, epoch=0)
+    tracking.log_images("images", torch.zeros(1, 3, 2, 2), 1)
+    tracking.close("success")
+    assert not (tmp_path / "run").exists()
+
+
+def test_close_twice_is_one_close(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    tracking.close("success")
+    tracking.close("failure")
+    assert "_hparams_/session_end_info" in events(tmp_path).Tags()["tensors"]
+
+
+def test_images_become_one_grid_with_their_own_pixels() -> None:
+    images = torch.rand(11, 3, 4, 5)
+    grid = image_grid("images", images)
+    assert grid.shape == (8, 40, 3) and grid.dtype == np.uint8
+    expected = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    for i in range(11):
+        row, column = divmod(i, 8)
+        tile = grid[row * 4 : row * 4 + 4, column * 5 : column * 5 + 5]
+        assert (tile == expected[i]).all()
+    assert not grid[4:, 15:].any()
+
+
+def test_images_of_every_allowed_kind() -> None:
+    grey = image_grid("images", torch.tensor([[[0, 255], [128, 1]]], dtype=torch.uint8))
+    assert grey.tolist() == [[[0] * 3, [255] * 3], [[128] * 3, [1] * 3]]
+    clipped = image_grid("images", torch.tensor([-1.0, 2.0, 0.5, math.nan]).reshape(1, 1, 2, 2))
+    assert clipped[..., 0].tolist() == [[0, 255], [128, 0]]
+    assert image_grid("images", np.zeros((100, 1, 2, 2))).shape == (16, 16, 3)
+    assert image_grid("images", torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (4, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(2, 4, 8, 8), r"shape \(2, 4, 8, 8\)"),
+        (torch.zeros(8, 8), r"shape \(8, 8\)"),
+        (torch.zeros(0, 3, 8, 8), r"shape \(0, 3, 8, 8\)"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.int64), r"torch.int64; expected float in \[0, 1\] or uint8"),
+    ],
+)
+def test_images_that_cannot_be_shown_are_refused(tmp_path: Path, images: torch.Tensor, message: str) -> None:
+    tracking = track(tmp_path)
+    with pytest.raises(DataError, match=message):
+        tracking.log_images("val/images", images, 1)
+    tracking.close("failure")
+
+
+def test_an_unknown_tracker_is_refused_before_the_run_and_the_installed_are_named() -> None:
+    with pytest.raises(SettingsError, match=r"'tensorbord' is unknown or not installed. Installed here: .*tensorboard"):
+        check_log_with("tensorbord")
+    with pytest.raises(SettingsError, match=r"got 3 of type int"):
+        check_log_with(["tensorboard", 3])
+
+
+def test_log_with_takes_names_lists_and_all() -> None:
+    from accelerate.utils import LoggerType
+
+    assert check_log_with(None) == []
+    assert check_log_with("tensorboard") == ["tensorboard"]
+    assert check_log_with([LoggerType.TENSORBOARD, "tensorboard"]) == ["tensorboard"]
+    assert "tensorboard" in check_log_with("all")
+
+
+def test_accelerate_s_trackers_get_hyper_parameters_values_images_and_the_end(tmp_path: Path) -> None:
+    from accelerate import PartialState
+    from accelerate.tracking import GeneralTracker
+
+    class Memory(GeneralTracker):  # type: ignore[misc]
+        name = "memory"
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        @property
+        def tracker(self) -> list[Any]:
+            return self.seen
+
+        def start(self) -> None:
+            self.seen.append("start")
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.seen.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **settings: Any) -> None:
+            self.seen.append((step, values))
+
+        def log_images(self, values: dict[str, Any], step: int | None = None, **settings: Any) -> None:
+            self.seen.append((step, {name: images[0].shape for name, images in values.items()}))
+
+        def finish(self) -> None:
+            self.seen.append("finish")
+
+    PartialState(cpu=True)
+    memory = Memory()
+    tracking = track(tmp_path, {"g": {"h": 1.5}}, log_with=["tensorboard", memory])
+    tracking.log({"train/loss": 0.5}, 7, epoch=2)
+    tracking.log_images("images", torch.zeros(2, 3, 4, 4), 7)
+    tracking.close("success")
+    assert memory.seen == [
+        "start",
+        {"g/h": 1.5},
+        (7, {"train/loss": 0.5, "epoch": 2}),
+        (7, {"images": (4, 8, 3)}),
+        "finish",
+    ]
+    assert lines(tmp_path)[0]["train/loss"] == 0.5
+    assert events(tmp_path).Scalars("train/loss")[0].value == 0.5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    tmp_path.joinpath("metrics.jsonl").symlink_to("/dev/full")
+    tracking = track(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        tracking.log({"train/loss": 1.0}, 1, epoch=0)
