@@ -20,6 +20,7 @@ PACKAGE = "sanctuary_trainer"
 # From top to bottom, with the number of lines that each module is meant to have. Imports point only up.
 ROOMS = {
     "errors": 80,
+    "settings": 200,
     "batch": 150,
     "state": 60,
     "clock": 80,
@@ -27,6 +28,8 @@ ROOMS = {
     "devices": 300,
     "metrics": 200,
     "records": 250,
+    "seeding": 150,
+    "reading": 400,
     "data": 350,
     "checkpointing": 300,
     "task": 250,
@@ -35,6 +38,7 @@ ROOMS = {
     "tracking": 150,
     "recovery": 300,
     "executor": 150,
+    "feed": 120,
     "run": 200,
     "loops": 150,
     "trainer": 300,
@@ -50,8 +54,13 @@ LONGER: dict[str, tuple[int, str]] = {}
 NOT_YET = {"checkpointing"}
 
 ACCELERATE_IN = {"devices", "data", "tracking"}
-# Where an exception of any kind has to be caught, because it is told to other ranks or to the person at the terminal.
-CATCH_ALL_IN = {"cli.main", "devices"}
+# Where an exception of any kind may end, and who is told of it.
+CATCH_ALL_IN = {
+    "cli.main": "the person at the terminal",
+    "data": "the ranks that wait for their share from rank 0",
+    "devices": "the ranks that wait for the first one of their machine",
+    "loops.evaluate": "the other ranks, when they agree on the round",
+}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "misc", "common", "manager", "handler", "connector"}
 
 
@@ -247,15 +256,20 @@ def test_the_training_loop_does_not_wait_for_the_device() -> None:
     assert waiting == []
 
 
-def test_exceptions_of_any_kind_are_caught_only_where_they_are_told() -> None:
+def test_exceptions_of_any_kind_end_only_where_somebody_is_told() -> None:
     catching = {
         name
         for name, tree in modules().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler)
+        if isinstance(node, ast.ExceptHandler) and not raises_again(node)
         if node.type is None or {"Exception", "BaseException"} & set(re.findall(r"\w+", ast.unparse(node.type)))
     }
-    assert catching <= CATCH_ALL_IN
+    assert catching <= CATCH_ALL_IN.keys()
+
+
+def raises_again(node: ast.ExceptHandler) -> bool:
+    last = node.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
 
 
 def hooks_defined() -> set[str]:
@@ -276,10 +290,9 @@ def test_hooks_are_those_that_the_loops_call() -> None:
         if room(name) in ("executor", "run", "loops", "trainer")
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if isinstance(node.func.value, (ast.Name, ast.Attribute))
-        if ast.unparse(node.func.value).split(".")[-1] == "callbacks"
+        if ast.unparse(node.func.value).split(".")[-1] in ("callbacks", "hooks")
     }
-    assert {name for name in called if name.startswith("on_") or name in ("setup", "teardown")} == hooks_defined()
+    assert called - {"has", "state_dict", "load_state_dict"} == hooks_defined()
 
 
 def test_hooks_are_those_in_the_docs() -> None:
