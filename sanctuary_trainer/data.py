@@ -1,0 +1,290 @@
+"""Loaders on ranks: which samples a rank gets, in which order, under which seeds, and where the epoch stands.
+
+    RankLoader(loader).epoch(e)
+      user's loader  -> taken apart (accelerate's wrapping and DistributedSampler undone)
+      reader         -> reading.py: a data set with keys, a stream, or ready batches, dealt to R ranks
+      Fetched        -> one per round and rank: the batch, and what is known of its samples
+
+With dispatch rank 0 reads for all ranks and deals:
+
+    rank 0:  read a round (one Fetched per rank) -> scatter -> its own
+    others:                                         scatter -> its own
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+from warnings import warn
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from .errors import DataError, RankError, SettingsError
+from .reading import BatchesReader, Fetched, MapReader, Part, Reader, Source, StreamReader
+
+__all__ = ["Dispatcher", "Fetched", "RankLoader"]
+
+
+class Dispatcher(Protocol):
+    """Carries objects from rank 0 to the others."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def scatter(self, objects: list[Any] | None) -> Any:
+        """Give rank r the r-th of rank 0's objects; the other ranks pass None."""
+
+
+class _Dealt(NamedTuple):
+    """What rank 0 sends to one rank for one round."""
+
+    fetched: Fetched | None  # None: the data has ended
+    last: bool = False  # no round follows: the other ranks must not wait for one
+    error: str | None = None
+
+
+class RankLoader:
+    """A user's loader as one rank reads it: sharded by us, seeded by us, the same order on any number of ranks.
+
+    Args:
+        loader: a torch DataLoader of any kind (also prepared by accelerate, also of torchdata), or any iterable of
+            batches that can be iterated anew each epoch.
+        rank, world_size: this process and how many there are.
+        seed: orders and augmentation are functions of it and of the epoch.
+        shard_data: False where the data of each rank is its own already.
+        dispatch: rank 0 reads and deals to the others through this.
+        shuffle: False reads in the order of the data set (a sampler that is no plain shuffle: as in epoch 0, always).
+        name: "train", "val", ... for messages.
+
+    Raises:
+        DataError: the loader is nothing that can be read.
+        SettingsError: dispatch together with shard_data=False.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shard_data: bool = True,
+        dispatch: Dispatcher | None = None,
+        shuffle: bool | None = None,
+        name: str = "train",
+    ) -> None:
+        if dispatch is not None and not shard_data:
+            raise SettingsError(
+                "dispatch_batches=True lets rank 0 read for all ranks, shard_data=False lets each rank read data of "
+                "its own. Give one of them."
+            )
+        self._dispatch = dispatch if world_size > 1 else None
+        self._ranks = world_size
+        source = _source(loader, name)
+        own = not shard_data
+        if source is not None and world_size > 1 and _shards_itself(source):
+            own = self._warn_of_own_sharding(source)
+        self._reader = self._open_reader(source, loader, Part(rank, world_size, (rank,), own), seed, shuffle, name)
+
+    def _warn_of_own_sharding(self, source: Source) -> bool:
+        sampler = type(source.sampler if source.batch_sampler is None else source.batch_sampler).__name__
+        if self._dispatch is not None:
+            raise DataError(
+                f"The sampler {sampler} of the {source.name} loader shards the data itself, so that with "
+                "dispatch_batches=True rank 0 would read its own part only. Give a sampler of the whole data."
+            )
+        warn(
+            f"The sampler {sampler} of the {source.name} loader shards the data itself; it is left to do so, and "
+            "samples that it repeats to fill up its shards count twice. Torch's own DistributedSampler is replaced.",
+            stacklevel=3,
+        )
+        return True
+
+    def _open_reader(
+        self, source: Source | None, loader: Any, part: Part, seed: int, shuffle: bool | None, name: str
+    ) -> Reader:
+        if source is not None and not isinstance(source.dataset, IterableDataset):
+            if self._dispatch is not None:
+                part = Part(part.rank, part.ranks, tuple(range(part.ranks)), own=False)
+            return MapReader(source, part, seed, shuffle)
+        if self._dispatch is not None:  # batches are read as one process does, and dealt R at a time
+            part = Part(0, 1, (0,), own=False)
+        if source is not None:
+            return StreamReader(source, part, seed)
+        return BatchesReader(loader, part, seed, name)
+
+    @property
+    def sized(self) -> bool:
+        """Whether `num_rounds` is exact and alike on all ranks; else the ranks must agree about the end."""
+        return self._reader.sized
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds of an epoch, one batch per rank each; an estimate where not `sized`, None when unknown."""
+        rounds = self._reader.num_rounds
+        if rounds is None or self._dispatch is None or isinstance(self._reader, MapReader):
+            return rounds
+        return -(-rounds // self._ranks)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch over all ranks, None when unknown."""
+        return self._reader.num_samples
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch of one rank, None when unknown."""
+        return self._reader.batch_size
+
+    def epoch(self, epoch: int, *, start_samples: int = 0, limit: int | None = None) -> Generator[Fetched, None, None]:
+        """Read one epoch, or its first `limit` rounds.
+
+        Sized data gives exactly min(num_rounds, limit) items on every rank, with batch=None where a rank has nothing.
+        Otherwise a rank's items end with its data, maybe earlier than another's. No more than the limit is read
+        (workers of a stream may read ahead). Close it to end the workers of an epoch that is left early.
+
+        Args:
+            epoch: from 0.
+            start_samples: samples of this epoch that are used up, over all ranks; they are not read, and the rest is
+                dealt anew. Sized data with known batch sizes only.
+            limit: rounds at most.
+
+        Raises:
+            DataError: a length turned out to be wrong; an iterator is read twice.
+            NotSupportedError: start_samples where the data has no position.
+            RankError: rank 0 failed while it read for this rank.
+        """
+        if self._dispatch is None:
+            yield from self._reader.open(epoch, start_samples, limit)
+        elif self._dispatch.rank == 0:
+            yield from self._deal(self._dispatch, epoch, start_samples, limit)
+        else:
+            yield from _receive(self._dispatch)
+
+    def close(self) -> None:
+        """End persistent workers."""
+        self._reader.close()
+
+    def _deal(
+        self, dispatch: Dispatcher, epoch: int, start_samples: int, limit: int | None
+    ) -> Generator[Fetched, None, None]:
+        ranks = dispatch.world_size
+        batches = limit if limit is None or isinstance(self._reader, MapReader) else limit * ranks
+        with closing(self._reader.open(epoch, start_samples, batches)) as read:
+            while True:
+                try:
+                    fetched = list(islice(read, ranks))
+                except Exception as error:  # the other ranks wait in scatter and must hear of it
+                    dispatch.scatter([_Dealt(None, error=f"{type(error).__name__}: {error}")] * ranks)
+                    raise
+                round_ = self._round(fetched, ranks)
+                mine: _Dealt = dispatch.scatter(round_)
+                if mine.fetched is not None:
+                    yield mine.fetched
+                if mine.last:
+                    return
+
+    def _round(self, fetched: list[Fetched], ranks: int) -> list[_Dealt]:
+        """Make one round of what was read for it, which at the end of the data is less than one batch per rank."""
+        sizes = [each.size for each in fetched]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        last = not fetched or (len(fetched) < ranks and not self.sized)
+        dealt = [_Dealt(each._replace(total=total), last) for each in fetched]
+        none = None if last else Fetched(None, [], [], 0, total)
+        return dealt + [_Dealt(none, last)] * (ranks - len(fetched))
+
+
+def _receive(dispatch: Dispatcher) -> Iterator[Fetched]:
+    while True:
+        dealt: _Dealt = dispatch.scatter(None)
+        if dealt.error is not None:
+            raise RankError(f"Rank 0, which reads the data for all ranks, failed: {dealt.error}")
+        if dealt.fetched is not None:
+            yield dealt.fetched
+        if dealt.last:
+            return
+
+
+def _source(loader: Any, name: str) -> Source | None:
+    """Take a DataLoader apart; None for other iterables of batches."""
+    accelerates: Any = sys.modules.get("accelerate.data_loader")
+    if accelerates is not None and issubclass(type(loader), accelerates.DataLoaderAdapter):
+        if getattr(loader, "split_batches", False) or getattr(loader, "skip_batches", 0):
+            raise _not_undone(name)
+        loader = loader.base_dataloader
+    if not isinstance(loader, DataLoader):
+        _check_iterable(loader, name)
+        return None
+    if not type(loader).__iter__.__module__.startswith(("torch.", "torchdata.")):
+        return None  # what a loader's own __iter__ gives is not known from its parts
+    source = Source(
+        dataset=loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        sampler=loader.sampler,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        collate=loader.collate_fn,
+        worker_init=loader.worker_init_fn,
+        options={option: getattr(loader, option) for option in _OPTIONS},
+        name=name,
+    )
+    if accelerates is not None and isinstance(source.dataset, accelerates.IterableDatasetShard):
+        shard: Any = source.dataset
+        if shard.split_batches:
+            raise _not_undone(name)
+        return replace(source, dataset=shard.dataset, batch_size=shard.batch_size, drop_last=shard.drop_last)
+    if isinstance(source.dataset, IterableDataset):
+        return source
+    return replace(source, sampler=_whole(source.sampler, name), batch_sampler=_whole(source.batch_sampler, name))
+
+
+_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+
+
+def _whole(sampler: Any, name: str) -> Any:
+    """Undo the sharding that accelerate or a DistributedSampler laid over a sampler of the whole data."""
+    accelerates: Any = sys.modules.get("accelerate.data_loader")
+    if accelerates is not None and isinstance(sampler, accelerates.SkipBatchSampler):
+        raise _not_undone(name)
+    if accelerates is not None and isinstance(sampler, accelerates.BatchSamplerShard):
+        if sampler.split_batches:
+            raise _not_undone(name)
+        return _whole(sampler.batch_sampler, name)
+    if accelerates is not None and isinstance(sampler, accelerates.SeedableRandomSampler):
+        return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)  # its seed differs by rank
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+    if type(sampler) is BatchSampler:
+        inner = _whole(sampler.sampler, name)
+        return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    return sampler
+
+
+def _shards_itself(source: Source) -> bool:
+    """Whether a DistributedSampler of several replicas is at work that `_whole` could not replace."""
+    return any(isinstance(each, DistributedSampler) and each.num_replicas > 1 for each in source.samplers())
+
+
+def _not_undone(name: str) -> DataError:
+    return DataError(
+        f"The {name} loader was prepared by accelerate with split_batches=True or skip_first_batches, which cannot be "
+        "undone. Give the DataLoader as it was before, with the batch size of one rank."
+    )
+
+
+def _check_iterable(loader: Any, name: str) -> None:
+    if isinstance(loader, str | bytes | Mapping | torch.Tensor) or not isinstance(loader, Iterable):
+        advice = " Wrap the data set: DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
+        raise DataError(
+            f"The {name} loader is a {type(loader).__name__}; expected a torch DataLoader or an iterable of batches."
+            + advice
+        )
