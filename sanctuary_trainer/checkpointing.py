@@ -1,10 +1,10 @@
 """Data on disk: a JSON skeleton, and every tensor in safetensors. No pickle, so reading a file runs no code.
 
-    encode(value, tensors, name)  -> what json.dumps takes; tensors are put into `tensors` under names that begin with `name`
+    encode(value, tensors, name)  -> what json.dumps takes; tensors go to `tensors`, under names beginning with `name`
     decode(skeleton, tensors)     -> the value
 
-What JSON does not have is tagged: {"$tensor": name}, {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$path": text},
-{"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": base64}.
+What JSON does not have is tagged: {"$tensor": name}, {"$tuple": [...]}, {"$dict": [[key, value], ...]},
+{"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": base64}.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import DataError
+from sanctuary_trainer.errors import DataError
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
@@ -53,7 +53,10 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
-        pairs = [[encode(k, tensors, f"{name}.{n}k"), encode(v, tensors, f"{name}.{n}")] for n, (k, v) in enumerate(value.items())]
+        pairs = [
+            [encode(k, tensors, f"{name}.{n}k"), encode(v, tensors, f"{name}.{n}")]
+            for n, (k, v) in enumerate(value.items())
+        ]
         return {"$dict": pairs}
     return _encode_numpy(value, tensors, name)
 
@@ -68,8 +71,8 @@ def _encode_numpy(value: Any, tensors: dict[str, torch.Tensor], name: str) -> An
     if isinstance(value, numpy.str_):
         return str(value)
     raise DataError(
-        f"{name.strip('.') or 'The value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written; "
-        "numbers, strings, bytes, paths, tensors, arrays, and lists, tuples and dicts of these can."
+        f"{name.strip('.') or 'The value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        "written; numbers, strings, bytes, paths, tensors, arrays, and lists, tuples and dicts of these can."
     )
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import NotSupportedError, SettingsError
+from sanctuary_trainer.errors import NotSupportedError, RankError, SettingsError
 
 # One group per process group of the world, made by all ranks together: a second Trainer finds it here.
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -198,14 +198,12 @@ class Devices:
         error: BaseException | None = None
         try:
             yield self.is_local_main
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
             error = raised
         self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an `error`: its own where it happened, a RankError elsewhere."""
-        from .errors import RankError
-
         texts = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -5,7 +5,7 @@
         training_step under autocast             -> loss, weight n
         backward of loss x n x ranks / expected  (DDP averages over the ranks, hence x ranks)
       or join()                                  when this rank has nothing that syncs: zeros, weight 0
-    result = executor.finish()                   -> factor expected / actual, whether there is an update, what ranks asked
+    result = executor.finish()                   -> factor expected / actual, is there an update, what ranks asked
 
 On several ranks the module that DDP wraps owns one parameter more, `ride`, of a few floats. Its gradient is filled with
 this rank's weight and flags, so that DDP's own buckets carry their sums over the ranks: no collective is added.
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from .devices import Devices
-from .errors import TaskError
-from .recovery import zero_loss
+from sanctuary_trainer.devices import Devices
+from sanctuary_trainer.errors import TaskError
+from sanctuary_trainer.recovery import zero_loss
 
 if TYPE_CHECKING:
-    from .task import VisionTask
+    from sanctuary_trainer.task import VisionTask
 
 # What rides: the weight, samples and batches of this rank in the window, and how many ranks say each of these.
 RIDE = ("weight", "samples", "batches", "more", "stop", "failed")
@@ -71,6 +71,10 @@ class Dispatch(nn.Module):
             self.ride = nn.Parameter(torch.zeros(len(RIDE), dtype=kind, device=trainable[0].device))
         else:
             self.ride = None
+
+    def without_gradient(self) -> list[str]:
+        """The names of the trainable parameters that have no gradient."""
+        return [name for name, p in self.task.named_parameters() if p.requires_grad and p.grad is None]
 
     def forward(
         self, step: Callable[[], Any] | None, size: float, share: float, carried: list[float]
@@ -130,7 +134,9 @@ def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float | 
             '{"loss": loss, "weight": n} or None was expected.'
         )
     if loss.numel() != 1:
-        raise TaskError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number, e.g. .mean().")
+        raise TaskError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number, e.g. .mean()."
+        )
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise TaskError(f"training_step returned a weight of shape {tuple(weight.shape)}; one number was expected.")
@@ -171,6 +177,7 @@ class Executor:
         self._samples = 0
         self._batches = 0
         self._entered = False  # whether a forward of this window has begun
+        self._checked = devices.world_size == 1
         self._late: tuple[torch.Tensor, torch.Event] | None = None  # on an accelerator: what the window before told
         self._synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
@@ -226,19 +233,34 @@ class Executor:
                     self.in_sync = sync
                 scaled.backward()
                 self.in_sync = False
-        self._synced |= sync
+        if sync and not self._synced:
+            self._synced = True
+            self._check_gradients()
         return None if loss is None else (loss, weight)
 
+    def _check_gradients(self) -> None:
+        """After the first sync: a parameter without a gradient would let the others wait in the next step."""
+        if self._checked:
+            return
+        self._checked = True
+        unused = [] if self.module.find_unused_parameters else self._dispatch.without_gradient()
+        if unused:
+            raise TaskError(
+                f"These parameters got no gradient from training_step: {', '.join(unused[:5])}"
+                f"{f' and {len(unused) - 5} more' if len(unused) > 5 else ''}. On several ranks freeze them "
+                "(requires_grad_(False)), use them, or give the Trainer find_unused_parameters=True."
+            )
+
     def join(self, *, more: bool = False, stop: bool = False, failed: bool = False) -> None:
-        """Give zeros for this rank's part of the window, unless it has synced already, so that the other ranks go on."""
+        """Give zeros for this rank's part of the window, unless it has synced, so that the other ranks go on."""
         if not self._synced:
             self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks, with the window they are in, that this rank failed; raises `error` together with them.
 
-        Where the collectives of a backward are under way already, it returns at once: then only the end of this process,
-        or the timeout, tells the others.
+        Where the collectives of a backward are under way already, it returns at once: then only the end of this
+        process, or the timeout, tells the others.
         """
         if self.devices.world_size == 1 or self.in_sync or self._synced:
             return

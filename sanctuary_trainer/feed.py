@@ -1,7 +1,7 @@
 """The batches of one epoch on their device, one ahead of use where that helps.
 
     Feed.take()    the next round of this rank, on the device
-    Feed.more      whether there is another: known beforehand for loaders whose rounds are known, else by reading one ahead
+    Feed.more      whether there is another: known for loaders whose rounds are known, else by reading one ahead
 
 On CUDA the copy of the next batch runs on a stream of its own while the present batch computes. On the CPU nothing is
 copied, so nothing is read ahead unless the end of a stream has to be known.
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .batch import move
-from .data import Fetched, RankLoader
+from sanctuary_trainer.batch import move
+from sanctuary_trainer.data import Fetched, RankLoader
 
 
 class Feed:

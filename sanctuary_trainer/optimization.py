@@ -2,8 +2,8 @@
 
     step: gradients x factor where they are not those of the mean yet -> clip -> hooks -> optimizers -> schedulers
 
-Schedulers are stepped once per step, epoch or new value of a metric, never after a skipped update. They are not given to
-accelerate, which would step them once per process.
+Schedulers are stepped once per step, epoch or new value of a metric, never after a skipped update. They are not given
+to accelerate, which would step them once per process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .errors import SettingsError, TaskError
+from sanctuary_trainer.errors import SettingsError, TaskError
 
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 _FORMS = (
@@ -82,8 +82,8 @@ class Optimization:
             owner = getattr(schedule.scheduler, "optimizer", None)
             if isinstance(owner, Optimizer) and all(owner is not optimizer for optimizer in self.optimizers):
                 raise TaskError(
-                    f"{type(schedule.scheduler).__name__} drives an optimizer that configure_optimizers did not return. "
-                    "Build the scheduler on the optimizer that is returned with it."
+                    f"{type(schedule.scheduler).__name__} drives an optimizer that configure_optimizers did not "
+                    "return. Build the scheduler on the optimizer that is returned with it."
                 )
         self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self._by_step = [s for s in self.schedules if s.interval == "step" and s.monitor is None]
@@ -243,7 +243,9 @@ def _schedule(value: Any, monitor: str | None = None) -> Schedule:
     if schedule.interval not in ("step", "epoch"):
         raise TaskError(f'A scheduler\'s interval is {schedule.interval!r}; "step" or "epoch" was expected.')
     if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
-        raise TaskError(f"A scheduler's frequency is {schedule.frequency!r}; a whole number of at least 1 was expected.")
+        raise TaskError(
+            f"A scheduler's frequency is {schedule.frequency!r}; a whole number of at least 1 was expected."
+        )
     watches = isinstance(scheduler, ReduceLROnPlateau)
     if watches and schedule.monitor is None:
         raise TaskError(
@@ -264,8 +266,10 @@ def _check_parameters(optimizers: list[Optimizer], task: torch.nn.Module) -> Non
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise TaskError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                        "task's. Build the optimizers in configure_optimizers, from self.parameters()."
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not "
+                        "the task's. Build the optimizers in configure_optimizers, from self.parameters()."
                     )
                 if owners.setdefault(id(parameter), number) != number:
-                    raise TaskError(f"Two optimizers hold the parameter {names[id(parameter)]!r}; give it to one of them.")
+                    raise TaskError(
+                        f"Two optimizers hold the parameter {names[id(parameter)]!r}; give it to one of them."
+                    )

@@ -1,10 +1,10 @@
 """What happens when: pure functions of the settings and of the state, equal on all ranks.
 
-    an epoch  = rounds (one batch on each rank), in windows of `accumulation` rounds, the last one shorter
-    a window  = one step (an optimizer update), unless every rank's whole window was left out
-    validate  = after a step (val_check_interval) or at the end of an epoch
-    log       = every log_every_n_steps steps
-    finished  = max_steps or max_epochs reached, or a stop that min_steps and min_epochs allow
+an epoch  = rounds (one batch on each rank), in windows of `accumulation` rounds, the last one shorter
+a window  = one step (an optimizer update), unless every rank's whole window was left out
+validate  = after a step (val_check_interval) or at the end of an epoch
+log       = every log_every_n_steps steps
+finished  = max_steps or max_epochs reached, or a stop that min_steps and min_epochs allow
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
-from .state import RunState
+from sanctuary_trainer.state import RunState
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`Run`: every live object of one run under one name.
 
-A verb of the `Trainer` builds a Run, hands it to a loop and takes it apart again; the Trainer itself holds settings only.
-Callbacks and tasks receive it and use its public attributes.
+A verb of the `Trainer` builds a Run, hands it to a loop and takes it apart again; the Trainer itself holds settings
+only. Callbacks and tasks receive it and use its public attributes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .callback import Callbacks
-from .clock import Clock
-from .data import Fetched, RankLoader
-from .devices import Devices
-from .executor import Executor
-from .feed import Feed
-from .metrics import metrics_aside
-from .optimization import Optimization
-from .plan import Plan
-from .records import Records
-from .state import RunState
-from .tracking import Tracking
+from sanctuary_trainer.callback import Callbacks
+from sanctuary_trainer.clock import Clock
+from sanctuary_trainer.data import Fetched, RankLoader
+from sanctuary_trainer.devices import Devices
+from sanctuary_trainer.executor import Executor
+from sanctuary_trainer.feed import Feed
+from sanctuary_trainer.metrics import metrics_aside
+from sanctuary_trainer.optimization import Optimization
+from sanctuary_trainer.plan import Plan
+from sanctuary_trainer.records import Records
+from sanctuary_trainer.state import RunState
+from sanctuary_trainer.tracking import Tracking
 
 if TYPE_CHECKING:
-    from .task import VisionTask
+    from sanctuary_trainer.task import VisionTask
 
 
 class Run:
@@ -321,7 +321,7 @@ class Run:
         self.devices.broadcast_buffers(self.task)
         paused = time.perf_counter()
         try:
-            with metrics_aside(self.task), torch.no_grad():
+            with metrics_aside(self.task), torch.no_grad(), self.devices.autocast():
                 self.task.eval()
                 yield
         finally:
@@ -344,7 +344,7 @@ class Run:
 
 
 def _no_adaptation() -> Any:
-    from .task import VisionTask
+    from sanctuary_trainer.task import VisionTask
 
     return VisionTask.on_after_batch_to_device
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
-from .errors import SettingsError
+from sanctuary_trainer.errors import SettingsError
 
 Limit = int | float | None
 
@@ -61,12 +61,14 @@ def limit_rounds(limit: Limit, rounds: int | None, name: str) -> int | None:
     Raises:
         SettingsError: a fraction of a loader without a length.
     """
-    if limit is None or limit == 1.0 and isinstance(limit, float):
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):
         return None
     if isinstance(limit, int):
         return limit
     if rounds is None:
-        raise SettingsError(f"{name}={limit} is a fraction, and the loader has no length; give a whole number of batches.")
+        raise SettingsError(
+            f"{name}={limit} is a fraction, and the loader has no length; give a whole number of batches."
+        )
     # As written: 0.29 * 100 is 28.999999999999996 in floats. Something is left of a loader unless 0 was asked for.
     return math.floor(rounds * Fraction(str(limit))) or min(rounds, math.ceil(limit))
 
@@ -104,7 +106,12 @@ def _check_values(settings: dict[str, Any]) -> None:
     if seed is not None and seed >= 2**63:
         raise SettingsError(f"seed={seed}; a number below 2**63 was expected.")
     compiled = settings["compile"]
-    _check("compile", compiled, compiled is None or isinstance(compiled, bool | str | Mapping), "True, a backend, or a dict")
+    _check(
+        "compile",
+        compiled,
+        compiled is None or isinstance(compiled, bool | str | Mapping),
+        "True, a backend, or a dict",
+    )
     fast = settings["fast_dev_run"]
     _check("fast_dev_run", fast, isinstance(fast, bool) or _is_int(fast, 0), "True, False, or a number of steps")
     accelerator = settings["accelerator"]

@@ -1,11 +1,11 @@
 """`VisionTask`: what a user writes.
 
-    class Classifier(VisionTask):
-        training_step(batch, batch_idx)   -> loss                                 (required)
-        predict_step(batch, batch_idx)    -> outputs, one item per sample         (required)
-        validation_step, test_step        -> anything; call self.log
-        configure_optimizers()            -> optimizers, schedulers
-        any hook of `Callback`            (self, run, ...)
+class Classifier(VisionTask):
+    training_step(batch, batch_idx)   -> loss                                 (required)
+    predict_step(batch, batch_idx)    -> outputs, one item per sample         (required)
+    validation_step, test_step        -> anything; call self.log
+    configure_optimizers()            -> optimizers, schedulers
+    any hook of `Callback`            (self, run, ...)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from . import batch as batches
-from .callback import refuse_unknown_hooks
-from .errors import DataError, TaskError
+from sanctuary_trainer import batch as batches
+from sanctuary_trainer.callback import refuse_unknown_hooks
+from sanctuary_trainer.errors import DataError, TaskError
 
 if TYPE_CHECKING:
-    from .run import Run
+    from sanctuary_trainer.run import Run
 
 
 class VisionTask(nn.Module, ABC):
@@ -74,7 +74,7 @@ class VisionTask(nn.Module, ABC):
 
         Returns:
             A scalar tensor, the mean over the batch's samples; or `{"loss": loss, "weight": n}` when it is a mean over
-            n of something else (labelled pixels, boxes); or None to leave the batch out. A weight of 0 leaves it out too.
+            n of something else (labelled pixels, boxes); or None to leave the batch out. A weight of 0 does so too.
         """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class VisionTask(nn.Module, ABC):
         Returns:
             An optimizer; several, which step together; `(optimizers, schedulers)`; or Lightning's dict
             `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step" or "epoch", "frequency": 1,
-            "monitor": "val/loss"}}`, or a list of such dicts. A scheduler goes by epochs unless its interval says "step".
+            "monitor": "val/loss"}}`, or a list of such dicts. A scheduler goes by epochs unless told "step".
         """
         if self._run is not None:
             self._run.message(
@@ -165,10 +165,16 @@ class VisionTask(nn.Module, ABC):
         for module in asleep:
             module.training = False
         woken = [name for name, module in before if module.training]
-        topmost = [name for name in woken if not any(name.startswith(f"{other}.") or not other for other in woken if other != name)]
+        topmost = [
+            name
+            for name in woken
+            if not any(name.startswith(f"{other}.") or not other for other in woken if other != name)
+        ]
         if topmost and self._run is not None:
             names = ", ".join(name or type(self).__name__ for name in topmost)
-            self._run.message(f"Switched to train mode: {names}. (Freeze its parameters to keep a module in eval mode.)")
+            self._run.message(
+                f"Switched to train mode: {names}. (Freeze its parameters to keep a module in eval mode.)"
+            )
 
     # What a user calls
 
@@ -321,7 +327,11 @@ class VisionTask(nn.Module, ABC):
             if name not in found and stored is not None:
                 found[name] = found[stored]
         matching = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
-        reshaped = [f"{n} ({tuple(found[n].shape)} in the file, {tuple(own[n].shape)} here)" for n in found if n in own and n not in matching]
+        reshaped = [
+            f"{n} ({tuple(found[n].shape)} in the file, {tuple(own[n].shape)} here)"
+            for n in found
+            if n in own and n not in matching
+        ]
         missing = [name for name in own if name not in found]
         foreign = [name for name in found if name not in own]
         if not matching:
@@ -332,7 +342,9 @@ class VisionTask(nn.Module, ABC):
         if strict and (reshaped or missing or foreign):
             parts = [("missing in the file", missing), ("not in the task", foreign), ("of another shape", reshaped)]
             told = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
-            raise DataError(f"The weights {path} do not fit {type(self).__name__}: {told}. strict=False loads the rest.")
+            raise DataError(
+                f"The weights {path} do not fit {type(self).__name__}: {told}. strict=False loads the rest."
+            )
         self.load_state_dict(matching, strict=False)
         return [*missing, *foreign, *(text.split(" ", 1)[0] for text in reshaped)]
 

@@ -23,20 +23,21 @@ from typing import Any
 
 import torch
 
-from .callback import Callback, Callbacks, with_defaults
-from .data import RankLoader
-from .devices import Devices, launcher_compile, launcher_int
-from .errors import DataError, NotSupportedError, RunFolderError, TaskError
-from .executor import Executor
-from .loops.evaluate import evaluate
-from .loops.fit import fit
-from .loops.predict import Predictions, predict
-from .optimization import Optimization
-from .plan import Plan
-from .run import Run
-from .settings import Limit, check_settings, limit_rounds
-from .task import VisionTask
-from .tracking import Tracking, check_log_with
+from sanctuary_trainer.callback import Callback, Callbacks, with_defaults
+from sanctuary_trainer.data import RankLoader
+from sanctuary_trainer.devices import Devices, launcher_compile, launcher_int
+from sanctuary_trainer.errors import DataError, NotSupportedError, RunFolderError, SettingsError, TaskError
+from sanctuary_trainer.executor import Executor
+from sanctuary_trainer.feed import limited
+from sanctuary_trainer.loops.evaluate import evaluate
+from sanctuary_trainer.loops.fit import fit
+from sanctuary_trainer.loops.predict import Predictions, predict
+from sanctuary_trainer.optimization import Optimization
+from sanctuary_trainer.plan import Plan
+from sanctuary_trainer.run import Run
+from sanctuary_trainer.settings import Limit, check_settings, limit_rounds
+from sanctuary_trainer.task import VisionTask
+from sanctuary_trainer.tracking import Tracking, check_log_with
 
 _DATA_METHODS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -71,9 +72,9 @@ class Trainer:
             epoch's steps; None: at the end of an epoch.
         check_val_every_n_epoch: validate in every that many epochs.
         num_sanity_val_steps: rounds of validation before training, which leave no trace.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: int: that many batches on each
-            rank; float in [0, 1]: that fraction of the loader.
-        overfit_batches: train on this much of the loader, unshuffled and the same in every epoch; limits validation too.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: int: that many batches on
+            each rank; float in [0, 1]: that fraction of the loader.
+        overfit_batches: train on this much of the loader, unshuffled, the same in every epoch; limits validation too.
         fast_dev_run: run everything once (True) or for that many steps, tracker included, in a temporary folder.
         log_every_n_steps: steps between two points of the curves.
         mixed_precision: "no", "bf16" or "fp16"; None: what the launcher says.
@@ -89,7 +90,7 @@ class Trainer:
         channels_last: the task and its image batches in channels-last memory format.
         seed: seeds `random`, numpy and torch at the start, and the order of the data; None: the order is drawn anew.
         deterministic: ask torch for deterministic algorithms.
-        log_with: "tensorboard", another tracker that accelerate knows, several of them, or None for `metrics.jsonl` alone.
+        log_with: "tensorboard", another tracker that accelerate knows, several of them, or None for none.
         project_dir, run_name: the run's folder is `project_dir/run_name`; the name is the task's with a number if None.
         callbacks: instances, or names given by `register_callback`.
         default_callbacks: add the progress bar and the summary.
@@ -128,7 +129,7 @@ class Trainer:
         sync_batchnorm: bool = False,
         find_unused_parameters: bool = False,
         timeout: float | None = None,
-        compile: bool | str | Mapping[str, Any] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,  # noqa: A002 - torch's name
         channels_last: bool = False,
         seed: int | None = None,
         deterministic: bool = False,
@@ -147,7 +148,9 @@ class Trainer:
 
     # The four verbs
 
-    def fit(self, task: VisionTask, train: Any = None, val: Any = None, *, data: Any = None, resume: Any = None) -> FitResult:
+    def fit(
+        self, task: VisionTask, train: Any = None, val: Any = None, *, data: Any = None, resume: Any = None
+    ) -> FitResult:
         """Train a task from its present weights, with new optimizers.
 
         Args:
@@ -200,8 +203,8 @@ class Trainer:
             output_dir: a new or empty folder to write the predictions to, in constant memory.
 
         Returns:
-            A list of one item per sample, in the order in which one process would read them, the same on every rank; 16-bit
-            floats come back as float32. With `output_dir` a `Predictions` that reads them from there. Else None.
+            A list of one item per sample, in the order in which one process would read them, the same on every rank;
+            16-bit floats come back as float32. With `output_dir` a `Predictions` that reads them from there. Else None.
 
         Raises:
             DataError: `predict_step` did not return one item per sample.
@@ -239,7 +242,9 @@ class Trainer:
         )
         if settings["gradient_accumulation_steps"] is None:
             settings["gradient_accumulation_steps"] = launcher_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)
-        seed = devices.broadcast_object(settings["seed"] if settings["seed"] is not None else random.SystemRandom().getrandbits(31))
+        seed = devices.broadcast_object(
+            settings["seed"] if settings["seed"] is not None else random.SystemRandom().getrandbits(31)
+        )
         if settings["seed"] is not None:
             _seed_everything(seed + devices.rank)
         run = Run(verb, task, devices, settings, seed)
@@ -283,7 +288,9 @@ class Trainer:
     def _build_fit(self, run: Run) -> None:
         settings, task = run.settings, run.task
         if not any(parameter.requires_grad for parameter in task.parameters()):
-            raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient, so nothing can be trained.")
+            raise TaskError(
+                f"{type(task).__name__} has no parameter that requires a gradient, so nothing can be trained."
+            )
         task.train_mode()
         run.optimization = Optimization(
             task.configure_optimizers(),
@@ -302,7 +309,6 @@ class Trainer:
             log_with=settings["log_with"],
             is_main=run.is_main,
             hparams=run.hparams,
-            accelerator=run.devices.accelerator,
         )
         if settings["max_time"] is not None:
             run.deadline = time.monotonic() + settings["max_time"]
@@ -328,8 +334,6 @@ class Trainer:
 
 
 def _check_limits(settings: Mapping[str, Any]) -> None:
-    from .errors import SettingsError
-
     if all(settings[name] is None for name in ("max_epochs", "max_steps", "max_time")):
         raise SettingsError("fit has no end: give the Trainer max_epochs, max_steps or max_time.")
 
@@ -337,11 +341,15 @@ def _check_limits(settings: Mapping[str, Any]) -> None:
 def _check_data(data: Any, loaders: Mapping[str, Any]) -> None:
     for name, loader in loaders.items():
         if any(callable(getattr(loader, method, None)) for method in _DATA_METHODS):
-            raise DataError(f"The {name} loader is a {type(loader).__name__}, which makes loaders itself: give it as data=.")
+            raise DataError(
+                f"The {name} loader is a {type(loader).__name__}, which makes loaders itself: give it as data=."
+            )
     if data is None:
         return
     if not any(callable(getattr(data, method, None)) for method in _DATA_METHODS):
-        raise DataError(f"data= got {type(data).__name__}, which has none of {', '.join(f'{m}()' for m in _DATA_METHODS)}.")
+        raise DataError(
+            f"data= got {type(data).__name__}, which has none of {', '.join(f'{m}()' for m in _DATA_METHODS)}."
+        )
     given = [name for name, loader in loaders.items() if loader is not None]
     if given:
         raise DataError(f"Both data= and a {given[0]} loader were given; give one of the two.")
@@ -405,14 +413,16 @@ def _build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
 def _by_name(loader: Any) -> dict[str, Any]:
     if isinstance(loader, Mapping):
         return {str(name): one for name, one in loader.items()}
-    if isinstance(loader, list | tuple) and loader and all(hasattr(one, "__iter__") and hasattr(one, "dataset") for one in loader):
+    if (
+        isinstance(loader, list | tuple)
+        and loader
+        and all(hasattr(one, "__iter__") and hasattr(one, "dataset") for one in loader)
+    ):
         return {str(number): one for number, one in enumerate(loader)}
     return {"": loader}
 
 
 def _plan(run: Run) -> Plan:
-    from .feed import limited
-
     settings, loader = run.settings, run.train_loader
     assert loader is not None
     rounds = limited(loader.num_rounds, run.train_limit) if loader.num_rounds is not None else None
@@ -424,8 +434,6 @@ def _plan(run: Run) -> Plan:
         )
     interval = settings["val_check_interval"]
     if isinstance(interval, float) and rounds is None:
-        from .errors import SettingsError
-
         raise SettingsError(
             f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length; "
             "give a whole number of steps."
@@ -474,7 +482,11 @@ def _make_run_dir(run: Run) -> Path:
         try:
             made = _new_run_dir(Path(run.settings["project_dir"]), run.settings["run_name"], type(run.task).__name__)
         except (OSError, RunFolderError) as raised:
-            error = raised if isinstance(raised, RunFolderError) else RunFolderError(f"The run folder cannot be made: {raised}")
+            error = (
+                raised
+                if isinstance(raised, RunFolderError)
+                else RunFolderError(f"The run folder cannot be made: {raised}")
+            )
     run.devices.raise_together(error)
     folder: Path = run.devices.broadcast_object(made)
     return folder
@@ -505,7 +517,9 @@ def _claim(folder: Path) -> RunFolderError | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            return RunFolderError(f"The folder {folder} is not empty: it holds another run. Give another name, or remove it.")
+            return RunFolderError(
+                f"The folder {folder} is not empty: it holds another run. Give another name, or remove it."
+            )
     except OSError as error:
         return RunFolderError(f"The folder {folder} cannot be made: {error}")
     return None

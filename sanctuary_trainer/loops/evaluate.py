@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..feed import limited
+from sanctuary_trainer.feed import limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..data import Fetched, RankLoader
-    from ..run import Run
+    from sanctuary_trainer.data import Fetched, RankLoader
+    from sanctuary_trainer.run import Run
 
 
 def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]:

@@ -1,28 +1,28 @@
 """Training.
 
-    sanity validation
-    while nothing ends the run
-      epoch
-        while this epoch has more                         a window: gradient_accumulation_steps rounds, fewer at the end
-          for each of its rounds: run.execute(batch)      forward, backward; gradients sync on the last one
-          gradients of the mean, clip, optimizers, schedulers
-          count: batch, samples, global_step
-          log, validate, save point                       where they fall on this step
-        epoch's values, validation, schedulers, count: epoch, save point
+sanity validation
+while nothing ends the run
+  epoch
+    while this epoch has more                         a window: gradient_accumulation_steps rounds, fewer at the end
+      for each of its rounds: run.execute(batch)      forward, backward; gradients sync on the last one
+      gradients of the mean, clip, optimizers, schedulers
+      count: batch, samples, global_step
+      log, validate, save point                       where they fall on this step
+    epoch's values, validation, schedulers, count: epoch, save point
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import DataError
-from .evaluate import evaluate
+from sanctuary_trainer.errors import DataError
+from sanctuary_trainer.loops.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from ..data import Fetched
-    from ..executor import Executor, Window
-    from ..feed import Feed
-    from ..run import Run
+    from sanctuary_trainer.data import Fetched
+    from sanctuary_trainer.executor import Executor, Window
+    from sanctuary_trainer.feed import Feed
+    from sanctuary_trainer.run import Run
 
 
 def fit(run: Run) -> None:
@@ -136,7 +136,9 @@ def end_epoch(run: Run) -> None:
     state, plan, optimization = run.state, run.plan, run.optimization
     assert optimization is not None
     if state.batch == 0:
-        raise DataError("The training loader gave no batch on any rank; nothing was trained. Check the data set and its length.")
+        raise DataError(
+            "The training loader gave no batch on any rank; nothing was trained. Check the data set and its length."
+        )
     values = run.records.epoch_values("train")
     run.publish(values)
     optimization.new_values(values)

@@ -1,9 +1,9 @@
 """Prediction: one item per sample, in the order in which one process would read them, on any number of ranks.
 
-    for each round: one batch on each rank that has one
-      predict_step, outputs to the CPU (16-bit floats as float32)
-      kept, or written to this rank's files, or only shown to the callbacks
-    all ranks' outputs -> one item per sample, in reading order, the same on every rank
+for each round: one batch on each rank that has one
+  predict_step, outputs to the CPU (16-bit floats as float32)
+  kept, or written to this rank's files, or only shown to the callbacks
+all ranks' outputs -> one item per sample, in reading order, the same on every rank
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from ..batch import to_samples
-from ..checkpointing import decode, encode, read_tensors, write_tensors
-from ..errors import DataError, RunFolderError
-from .evaluate import walk
+from sanctuary_trainer.batch import to_samples
+from sanctuary_trainer.checkpointing import decode, encode, read_tensors, write_tensors
+from sanctuary_trainer.errors import DataError, RunFolderError
+from sanctuary_trainer.loops.evaluate import walk
 
 if TYPE_CHECKING:
-    from ..data import Fetched, RankLoader
-    from ..run import Run
+    from sanctuary_trainer.data import Fetched, RankLoader
+    from sanctuary_trainer.run import Run
 
 # A shard is written when this many bytes of outputs wait: memory stays constant, files stay few.
 SHARD_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ def predict(
         output_dir: write them here instead of keeping them in memory.
 
     Returns:
-        A list of one item per sample; with `output_dir` a `Predictions` that reads them from there; None without `keep`.
+        A list of one item per sample; with `output_dir` a `Predictions` that reads from there; None without `keep`.
 
     Raises:
         DataError: `predict_step` did not return one item per sample.
@@ -70,7 +70,7 @@ def predict(
         else:
             kept.append((keys, size, samples if run.world_size == 1 else outputs))
 
-    with run.evaluating("predict"), run.devices.autocast():
+    with run.evaluating("predict"):
         walk(run, loader, limit, one)
     if writer is not None:
         writer.write()

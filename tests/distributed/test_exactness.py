@@ -1,0 +1,440 @@
+"""Several ranks compute what one process computes: weights, counts, order, metrics, predictions."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from sanctuary_trainer import Callback, RankError, load_predictions
+from tests.distributed.workers import Ranks
+from tests.small_tasks import Line, Net, NumberStream, classes, floats, loader, quiet_trainer, weights
+from tests.test_fit import Pixels, Skips, ignoring
+
+
+def train(kind: str, count: int, batch_size: int, accumulation: int, epochs: int = 2, **settings: Any) -> Any:
+    task: Any = {"net": Net, "pixels": Pixels, "stream": Net}[kind]()
+    samples: Any = ignoring(count, set(range(0, count, 3))) if kind == "pixels" else classes(count)
+    data = loader(samples, batch_size)
+    if kind == "stream":
+        data = DataLoader(NumberStream(samples), batch_size=batch_size)
+    result = quiet_trainer(max_epochs=epochs, gradient_accumulation_steps=accumulation, **settings).fit(task, data)
+    return weights(task), result.global_step
+
+
+@pytest.mark.parametrize("count", [8, 13, 16, 21])
+@pytest.mark.parametrize("kind", ["net", "pixels", "stream"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_2_ranks_of_4_are_1_rank_of_8(
+    two_ranks: Ranks, one_rank: Ranks, kind: str, count: int, accumulation: int
+) -> None:
+    (expected, steps), *_ = one_rank(train, kind, count, 8, accumulation)
+    for found, global_step in two_ranks(train, kind, count, 4, accumulation):
+        assert global_step == steps
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [5, 12, 25])
+def test_3_ranks_of_4_are_1_rank_of_12(three_ranks: Ranks, one_rank: Ranks, count: int) -> None:
+    (expected, steps), *_ = one_rank(train, "net", count, 12, 2)
+    for found, global_step in three_ranks(train, "net", count, 4, 2):
+        assert global_step == steps
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_2_ranks_with_gradients_clipped_are_1_rank(two_ranks: Ranks, one_rank: Ranks) -> None:
+    (expected, _), *_ = one_rank(train, "net", 13, 8, 2, gradient_clip_val=0.01)
+    for found, _ in two_ranks(train, "net", 13, 4, 2, gradient_clip_val=0.01):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+class SkipsSome(Net):
+    """Leaves out the batches that begin with one of these samples."""
+
+    def __init__(self, skipped: set[float]) -> None:
+        super().__init__()
+        self.skipped = skipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch[0][0, 0].item() in self.skipped:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+def train_with_skips(starts: set[int], accumulation: int) -> Any:
+    samples = classes(32)
+    task = SkipsSome({samples[start][0][0].item() for start in starts})
+    result = quiet_trainer(max_epochs=1, gradient_accumulation_steps=accumulation).fit(task, loader(samples, 4))
+    return weights(task), result.global_step
+
+
+@pytest.mark.parametrize(
+    ("starts", "steps"),
+    [({4}, 4), ({4, 16}, 4), ({8, 12}, 3), ({0, 4, 8, 12, 16, 20, 24, 28}, 0)],
+)
+def test_none_on_one_rank_leaves_its_batch_out(two_ranks: Ranks, one_rank: Ranks, starts: set[int], steps: int) -> None:
+    (expected, _), *_ = one_rank(train_with_skips, starts, 2)
+    for found, global_step in two_ranks(train_with_skips, starts, 1):
+        assert global_step == steps
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+class UnevenStream(IterableDataset[Any]):
+    """3 samples on rank 0 and 5 on rank 1."""
+
+    def __iter__(self) -> Any:
+        import os
+
+        return iter(floats([1, 2, 3] if os.environ["RANK"] == "0" else [10, 20, 30, 40, 50]))
+
+
+def train_on_uneven_streams(accumulation: int) -> Any:
+    task = Line()
+    data = DataLoader(UnevenStream(), batch_size=1)
+    result = quiet_trainer(max_epochs=2, shard_data=False, gradient_accumulation_steps=accumulation).fit(task, data, data)
+    return task.steps, result.global_step, result.metrics, task.batches
+
+
+def test_a_rank_whose_stream_ended_joins_until_all_have_ended(two_ranks: Ranks) -> None:
+    (first, steps, metrics, seen), (second, steps_too, metrics_too, seen_too) = two_ranks(train_on_uneven_streams, 1)
+    assert steps == steps_too == 10
+    assert first == second
+    assert first[:5] == pytest.approx([-5.5, -16.5, -33.0, -73.0, -123.0], abs=1e-12)
+    assert [b[0] for b in seen] == [1, 2, 3] * 2 and [b[0] for b in seen_too] == [10, 20, 30, 40, 50] * 2
+    assert metrics == metrics_too
+    assert metrics["val/loss"] == pytest.approx(first[-1] * 156 / 8, abs=1e-9)
+    (first, steps, *_), (second, *_) = two_ranks(train_on_uneven_streams, 2)
+    assert steps == 6 and first == second
+    assert first[:3] == pytest.approx([-33 / 4, -33 / 4 - 73 / 3, -33 / 4 - 73 / 3 - 50], abs=1e-12)
+
+
+class Ids(Line):
+    """Keeps the ids that it saw, and logs whether sample 0 is among them as "accuracy"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch.long().tolist()
+        self.log("accuracy", (batch == 0).double().mean())
+        self.log("count", len(batch), reduce="sum")
+        self.log("loss", ((batch - 3) ** 2).mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch.long().tolist()
+        return [{"boxes": torch.zeros(int(i) % 3, 4), "name": f"{int(i)}.png", "id": i} for i in batch]
+
+
+def evaluate_and_predict(counts: list[int]) -> Any:
+    found = []
+    for count in counts:
+        task, trainer = Ids(), quiet_trainer()
+        data = loader(floats(range(count)), 4)
+        metrics = trainer.validate(task, data)
+        validated, task.seen = task.seen, []
+        tested = trainer.test(task, data)
+        assert {name.replace("test/", "val/"): value for name, value in tested.items()} == metrics
+        assert task.seen == validated
+        task.seen = []
+        predictions = trainer.predict(task, data)
+        assert predictions is not None
+        assert task.seen == validated
+        shapes = [(p["name"], tuple(p["boxes"].shape), int(p["id"]), str(p["boxes"].dtype)) for p in predictions]
+        found.append((metrics, validated, shapes))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_sample_is_evaluated_and_predicted_once(
+    one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, ranks: int
+) -> None:
+    counts = list(range(1, 22))
+    outcome = {1: one_rank, 2: two_ranks, 3: three_ranks}[ranks](evaluate_and_predict, counts)
+    for place, count in enumerate(counts):
+        ids: list[int] = []
+        for rank in outcome:
+            metrics, seen, shapes = rank[place]
+            ids += seen
+            assert metrics["val/count"] == count
+            assert metrics["val/accuracy"] == pytest.approx(1 / count, abs=1e-15)
+            assert metrics["val/loss"] == pytest.approx(sum((i - 3) ** 2 for i in range(count)) / count, rel=1e-14)
+            assert shapes == [(f"{i}.png", (i % 3, 4), i, "torch.float32") for i in range(count)]
+        assert sorted(ids) == list(range(count))
+
+
+def predict_to(folder: str, count: int) -> Any:
+    predictions = quiet_trainer().predict(Ids(), loader(floats(range(count)), 4), output_dir=folder)
+    assert predictions is not None
+    return len(predictions), [p["name"] for p in predictions]
+
+
+def test_predictions_on_disk_are_in_order_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    for length, names in two_ranks(predict_to, str(tmp_path / "predictions"), 21):
+        assert length == 21 and names == [f"{i}.png" for i in range(21)]
+    assert [p["id"].item() for p in load_predictions(tmp_path / "predictions")] == list(range(21))
+
+
+def shuffled_and_workers(workers: int) -> Any:
+    data = loader(floats(range(19)), 4, shuffle=True, num_workers=workers)
+    trainer = quiet_trainer(seed=5)
+    return [int(x) // 2 for x in trainer.predict(Line(), data) or ()]
+
+
+def test_a_shuffled_loader_predicts_in_the_order_one_process_would_read(two_ranks: Ranks, one_rank: Ranks) -> None:
+    (expected,) = one_rank(shuffled_and_workers, 0)
+    assert sorted(expected) == list(range(19)) and expected != list(range(19))
+    for found in (*two_ranks(shuffled_and_workers, 0), *two_ranks(shuffled_and_workers, 2)):
+        assert found == expected
+
+
+class StopsOnOneRank(Callback):
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank, self.batch = rank, batch
+
+    def on_train_batch_end(self, run: Any, batch: Any, batch_idx: int, loss: Any) -> None:
+        if run.rank == self.rank and batch_idx == self.batch:
+            run.stop(f"rank {run.rank} has enough")
+
+
+def stop_on(rank: int, batch: int, accumulation: int) -> Any:
+    task = Net()
+    result = quiet_trainer(
+        max_epochs=3, gradient_accumulation_steps=accumulation, callbacks=[StopsOnOneRank(rank, batch)]
+    ).fit(task, loader(classes(80), 4), loader(classes(9), 4))
+    return result.global_step, result.stop_reason, weights(task)
+
+
+@pytest.mark.parametrize(("rank", "batch", "accumulation"), [(1, 3, 1), (0, 3, 1), (1, 2, 4), (1, 9, 1)])
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(two_ranks: Ranks, rank: int, batch: int, accumulation: int) -> None:
+    (step, reason, found), (step_too, reason_too, found_too) = two_ranks(stop_on, rank, batch, accumulation)
+    assert step == step_too and torch.equal(found, found_too)
+    assert reason == reason_too == f"rank {rank} has enough"
+    assert step <= batch // accumulation + 2
+
+
+class EarlyOnOneRank(Callback):
+    """Asks for a stop from a value that only rank 0 sees as bad."""
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: Any) -> None:
+        if run.is_main:
+            run.stop("no patience")
+
+
+def stop_after_validation() -> Any:
+    result = quiet_trainer(max_epochs=5, callbacks=[EarlyOnOneRank()]).fit(
+        Net(), loader(classes(16), 4), loader(classes(9), 4)
+    )
+    return result.global_step, result.stop_reason
+
+
+def test_a_stop_after_validation_is_obeyed_at_once(two_ranks: Ranks) -> None:
+    assert two_ranks(stop_after_validation) == [(2, "no patience")] * 2
+
+
+class Raises(Net):
+    def __init__(self, where: str, rank: int) -> None:
+        super().__init__()
+        self.where, self.rank = where, rank
+
+    def check(self, where: str, number: int) -> None:
+        if where == self.where and self.run.rank == self.rank and number == 1:
+            raise ValueError(f"broken on rank {self.rank} in {where}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.check("training", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.check("validation", batch_idx)
+        return super().validation_step(batch, batch_idx)
+
+
+class RaisesBatchNorm(Raises):
+    """With buffers, which DDP sends in every forward."""
+
+    def __init__(self, where: str, rank: int) -> None:
+        super().__init__(where, rank)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+
+
+def raise_in(kind: str, where: str, rank: int, accumulation: int) -> None:
+    task: Any = {"plain": Raises, "batch norm": RaisesBatchNorm}[kind](where, rank)
+    quiet_trainer(max_epochs=2, gradient_accumulation_steps=accumulation).fit(
+        task, loader(classes(32), 4), loader(classes(32), 4)
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "where", "accumulation"),
+    [("plain", "training", 1), ("plain", "training", 4), ("batch norm", "training", 1), ("batch norm", "training", 3),
+     ("plain", "validation", 1)],
+)
+def test_an_exception_on_one_rank_ends_all_with_its_text(
+    two_ranks: Ranks, kind: str, where: str, rank: int, accumulation: int
+) -> None:
+    begun = time.monotonic()
+    outcomes = two_ranks.outcomes(raise_in, kind, where, rank, accumulation)
+    text = f"broken on rank {rank} in {where}"
+    assert "ValueError" in outcomes[rank].error and text in outcomes[rank].error
+    other = outcomes[1 - rank].error
+    assert RankError.__name__ in other and f"rank {rank}: ValueError: {text}" in other
+    assert time.monotonic() - begun < 30
+
+
+class LogsDifferently(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.run.rank == 0:
+            self.log("a", 1.0, on_epoch=True)
+            self.log("b", 10.0, on_epoch=True)
+        else:
+            self.log("b", 20.0, on_epoch=True)
+            self.log("a", 3.0, on_epoch=True)
+            if batch_idx == 1:
+                self.log("rare_loss", 7.0, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def log_differently() -> Any:
+    return quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(LogsDifferently(), loader(classes(16), 4)).metrics
+
+
+def test_ranks_may_log_different_keys(two_ranks: Ranks) -> None:
+    first, second = two_ranks(log_differently)
+    assert first["train/a_epoch"] == 2.0 and first["train/b_epoch"] == 15.0 and first["train/rare_loss_epoch"] == 7.0
+    first.pop("train/samples_per_second"), second.pop("train/samples_per_second")  # each rank's own clock
+    assert first == second
+
+
+def count_collectives(steps: int) -> Any:
+    """Collectives of `steps` steps between logs, by name, and how often DDP's own all-reduce of a bucket ran."""
+    import torch.distributed as dist
+
+    calls: list[str] = []
+    names = [
+        name
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list",
+                     "scatter_object_list", "gather", "reduce", "all_gather_into_tensor", "reduce_scatter")
+        if hasattr(dist, name)
+    ]
+    originals = {name: getattr(dist, name) for name in names}
+
+    class Counts(Callback):
+        def on_train_epoch_start(self, run: Any) -> None:
+            for name in names:
+                setattr(dist, name, lambda *a, _name=name, **k: (calls.append(_name), originals[_name](*a, **k))[1])
+
+        def on_train_step_end(self, run: Any) -> None:
+            if run.state.global_step == steps:
+                for name in names:
+                    setattr(dist, name, originals[name])
+                data = run.executor.module._get_ddp_logging_data()
+                self.buckets = data.get("bucket_sizes"), data.get("iteration")
+
+    counts = Counts()
+    quiet_trainer(max_steps=steps, callbacks=[counts], log_every_n_steps=1000).fit(Net(), loader(classes(8 * steps), 4))
+    return calls, counts.buckets
+
+
+def test_a_step_has_no_collective_beyond_ddps_own(two_ranks: Ranks) -> None:
+    for calls, (bucket_sizes, _) in two_ranks(count_collectives, 10):
+        assert calls == []
+        assert len(str(bucket_sizes).split(",")) == 1  # the ride is in the bucket of the gradients
+
+
+class Unused(Net):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3).double().requires_grad_(not frozen)
+
+
+def train_with_a_spare_layer(frozen: bool, find: bool) -> Any:
+    return quiet_trainer(max_epochs=2, find_unused_parameters=find).fit(Unused(frozen), loader(classes(32), 4)).global_step
+
+
+def test_a_frozen_spare_layer_works_and_an_unused_one_is_named(two_ranks: Ranks) -> None:
+    assert two_ranks(train_with_a_spare_layer, True, False) == [8, 8]
+    assert two_ranks(train_with_a_spare_layer, False, True) == [8, 8]
+    for outcome in two_ranks.outcomes(train_with_a_spare_layer, False, False):
+        assert "spare.weight" in outcome.error and "find_unused_parameters=True" in outcome.error
+
+
+def schedule(accumulation: int) -> Any:
+    class Decays(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+            self.estimate = self.run.estimated_stepping_batches
+            return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+    task = Decays()
+    result = quiet_trainer(max_steps=5, max_epochs=9, gradient_accumulation_steps=accumulation).fit(
+        task, loader(classes(160), 4)
+    )
+    return task.scheduler.last_epoch, task.scheduler.get_last_lr()[0], result.global_step, task.estimate
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_scheduler_steps_once_per_step_on_any_number_of_ranks(
+    one_rank: Ranks, two_ranks: Ranks, accumulation: int
+) -> None:
+    for found in (*one_rank(schedule, accumulation), *two_ranks(schedule, accumulation)):
+        assert found == (5, pytest.approx(1 / 6), 5, 5)
+
+
+def estimates() -> Any:
+    found = []
+    for limit in (None, 3, 0.5):
+        for accumulation in (1, 2, 4):
+            for drop_last in (False, True):
+                for max_steps in (None, 5):
+
+                    class Estimates(Line):
+                        def configure_optimizers(self) -> Any:
+                            self.estimate = self.run.estimated_stepping_batches
+                            return super().configure_optimizers()
+
+                    task = Estimates()
+                    result = quiet_trainer(
+                        max_epochs=2,
+                        max_steps=max_steps,
+                        limit_train_batches=limit,
+                        gradient_accumulation_steps=accumulation,
+                    ).fit(task, loader(floats(range(13)), 2, drop_last=drop_last))
+                    found.append((task.estimate, result.global_step))
+    return found
+
+
+def test_the_estimate_of_steps_is_right_on_2_ranks(two_ranks: Ranks) -> None:
+    for found in two_ranks(estimates, timeout=120):
+        assert all(estimate == steps for estimate, steps in found)
+
+
+def dispatched(kind: str, count: int) -> Any:
+    task = Net()
+    samples: Any = classes(count)
+    data: Any = loader(samples, 4) if kind == "map" else DataLoader(NumberStream(samples), batch_size=4)
+    trainer = quiet_trainer(max_epochs=2, dispatch_batches=True)
+    result = trainer.fit(task, data)
+    predictions = trainer.predict(task, data)
+    assert predictions is not None
+    read = data.dataset.read if kind == "map" else None
+    return weights(task), result.global_step, torch.stack(list(predictions)), read
+
+
+@pytest.mark.parametrize("count", [8, 13, 21])
+def test_rank_0_reads_and_deals(two_ranks: Ranks, one_rank: Ranks, count: int) -> None:
+    (expected, steps), *_ = one_rank(train, "net", count, 8, 1)
+    (found, global_step, predictions, read), (found_too, _, predictions_too, read_too) = two_ranks(dispatched, "map", count)
+    assert global_step == steps and read_too == [] and len(read) == 3 * count
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12) and torch.equal(found, found_too)
+    assert len(predictions) == count and torch.equal(predictions, predictions_too)
+    (found, _, predictions, _), (found_too, _, predictions_too, _) = two_ranks(dispatched, "stream", count)
+    assert torch.equal(found, found_too)
+    assert len(predictions) == count and torch.equal(predictions, predictions_too)
