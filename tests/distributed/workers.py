@@ -174,6 +174,7 @@ class Zygote:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             cwd=ROOT,
+            start_new_session=True,  # Ctrl-C is for pytest, which then ends this one and its ranks in order
         )
         theirs.close()
         self.connection = Connection(ours.detach())
