@@ -5,11 +5,11 @@ The hooks in the order in which they fire (the task's own hook first, then the c
     fit
       setup                                   the task is on its device; not wrapped, no optimizers yet
       on_fit_start                            all is built, nothing is trained
-      sanity validation                       as "evaluation" below, stage "sanity"
+      evaluation                              sanity validation
       for each epoch
         on_train_epoch_start                  not again in an epoch that is continued after a resume
         for each window
-          for each batch of the window
+          for each batch of it on this rank
             on_train_batch_start              the batch is on the device
               forward, backward, in pieces if memory asks
             on_train_batch_end
@@ -17,7 +17,9 @@ The hooks in the order in which they fire (the task's own hook first, then the c
             clip, optimizer step, schedulers
           on_train_step_end                   the step is counted in run.state
           on_log                              every log_every_n_steps steps
-          evaluation, on_save_point           where validation falls on this step; on_save_point after every step
+          evaluation                          where validation falls on this step
+          on_save_point
+        on_log                                the epoch's values
         evaluation                            where validation falls on the epoch's end
         on_train_epoch_end
         on_log, on_save_point
@@ -25,9 +27,10 @@ The hooks in the order in which they fire (the task's own hook first, then the c
       on_fit_end                              always
       teardown                                always
 
-    evaluation (inside fit, and validate and test between setup and teardown)
+    evaluation (inside fit; in validate and test between setup and teardown)
       on_evaluation_start
-      for each batch: on_evaluation_batch_end
+      for each batch of each loader: on_evaluation_batch_end
+      on_log                                  inside fit
       on_evaluation_end
 
     predict (between setup and teardown)
