@@ -82,6 +82,7 @@ class Records:
         self._calls: dict[tuple[str, str], _Series] = {}  # as logged, with or without prefix
         self._logged_metrics: dict[str, dict[str, _Series]] = {}  # stage -> name -> series, since the last reading
         self._paths: dict[int, str] = {}
+        self._warned: set[str] = set()
         self._loss: _Series | None = _Series("train/loss", "mean", on_step=True, on_epoch=True)
         self._series["train", "train/loss"] = self._loss
         self.prog_bar_names: set[str] = {"train/loss"}
@@ -215,7 +216,8 @@ class Records:
         self._logged_metrics.setdefault(stage, {})[series.name] = series
 
     def _unknown_weight(self, series: _Series) -> float:
-        if series.reduce == "mean" and not series.values and series.step is None and series.epoch is None:
+        if series.reduce == "mean" and series.name not in self._warned:
+            self._warned.add(series.name)
             warnings.warn(
                 f"log({series.name!r}): the batch size is unknown, so that every batch counts alike in the mean. "
                 "Give it with batch_size=.",
