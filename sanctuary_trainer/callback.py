@@ -47,7 +47,6 @@ import functools
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sanctuary_trainer.errors import CallbackError
@@ -301,9 +300,10 @@ def _as_one(calls: Sequence[Callable[..., None]], *, always: bool) -> Callable[.
             call(*arguments)
 
     def each_in_any_case(*arguments: object) -> None:
-        with ExitStack() as stack:
-            for call in reversed(calls):
-                stack.callback(call, *arguments)
+        try:
+            calls[0](*arguments)
+        finally:
+            _as_one(calls[1:], always=True)(*arguments)
 
     return each_in_any_case if always else one_after_the_other
 

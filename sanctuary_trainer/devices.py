@@ -131,7 +131,7 @@ class Devices:
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of what runs inside on this rank."""
-        return nullcontext() if self.world_size == 1 else module.no_sync()  # type: ignore[operator, no-any-return]
+        return nullcontext() if self.world_size == 1 else module.no_sync()  # type: ignore[operator]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for a step that does not run inside the wrapped module."""
@@ -256,7 +256,9 @@ def _host_group(timeout: float | None) -> dist.ProcessGroup:
             _host_groups[world] = world
         else:
             wait = None if timeout is None else timedelta(seconds=timeout)
-            _host_groups[world] = dist.new_group(backend="gloo", timeout=wait)
+            group = dist.new_group(backend="gloo", timeout=wait)
+            assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+            _host_groups[world] = group
     return _host_groups[world]
 
 

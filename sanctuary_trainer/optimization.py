@@ -239,12 +239,13 @@ def _schedule(value: Any, monitor: str | None = None) -> Schedule:
         schedule = Schedule(value, monitor=monitor)
     scheduler = schedule.scheduler
     if not callable(getattr(scheduler, "step", None)):
-        raise TaskError(f"{type(scheduler).__name__} was given as a scheduler but has no step(). ")
+        raise TaskError(f"{type(scheduler).__name__} was given as a scheduler but has no step().")
     if schedule.interval not in ("step", "epoch"):
         raise TaskError(f'A scheduler\'s interval is {schedule.interval!r}; "step" or "epoch" was expected.')
-    if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
+    frequency: Any = schedule.frequency
+    if not isinstance(frequency, int) or frequency < 1:
         raise TaskError(
-            f"A scheduler's frequency is {schedule.frequency!r}; a whole number of at least 1 was expected."
+            f"A scheduler's frequency is {frequency!r}; a whole number of at least 1 was expected."
         )
     watches = isinstance(scheduler, ReduceLROnPlateau)
     if watches and schedule.monitor is None:

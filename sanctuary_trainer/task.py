@@ -376,7 +376,7 @@ def _tied_names(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     by_storage: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():
-            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+            key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape))
             by_storage.setdefault(key, []).append(name)
     return {name: [n for n in names if n != name] for names in by_storage.values() if len(names) > 1 for name in names}
 
