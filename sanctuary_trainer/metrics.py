@@ -2,9 +2,9 @@
 
 torchmetrics is never imported here unless a task brought it: the import alone costs seconds.
 
-    metrics_aside(task)     around an evaluation: training's states go aside and come back
-    merged(metrics, ranks)  around compute: every metric holds the states of all ranks
-    entries(name, result)   what compute returned, as names and numbers
+    metrics_aside(task)            around an evaluation: training's states go aside and come back
+    computed(task, paths, ranks)   give every metric the states of all ranks, compute, give its own back, reset
+    entries(name, result)          what compute returned, as names and numbers
 
 torchmetrics' own synchronisation is not used: it needs every rank to call it, and dies or loses samples where list
 states are uneven or empty.
@@ -26,7 +26,7 @@ _Packed = tuple[int, dict[str, Any]]  # number of updates, states
 
 
 class Ranks(Protocol):
-    """What reducing over ranks needs of `Devices`. Every rank must call each gather, in the same order."""
+    """What reducing over ranks needs of `Devices`. Every rank must join each gather, in the same order."""
 
     @property
     def world_size(self) -> int: ...
@@ -42,13 +42,14 @@ def _is_metric(value: object) -> bool:
 
 
 def is_metric_or_collection(value: object) -> bool:
+    """Whether this is an object of torchmetrics that has a result."""
     if not isinstance(value, nn.Module):
         return False
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
 
 
-def metrics_in(module: nn.Module) -> list[Any]:
+def _metrics_in(module: nn.Module) -> list[Any]:
     return [inner for inner in module.modules() if _is_metric(inner)]
 
 
@@ -58,10 +59,10 @@ def _own_states(metric: Any) -> list[str]:
 
 
 def _is_updated(metric: Any) -> bool:
-    if len(metrics_in(metric)) == 1:
-        return bool(metric._update_count > 0)
-    # Wrappers do not count their updates. Those with states of their own (Running) show it there.
-    return any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in _own_states(metric))
+    # Wrappers do not count their updates, and a metric inside one that shares another's states (compute groups) is
+    # not told of them: these show it in their states. Comparing waits for the device, so it comes second.
+    counted = metric._update_count > 0 and len(_metrics_in(metric)) == 1
+    return counted or any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in _own_states(metric))
 
 
 def _is_default(state: Any, default: Any) -> bool:
@@ -70,7 +71,7 @@ def _is_default(state: Any, default: Any) -> bool:
     return len(state) == 0
 
 
-def reset(metric: Any) -> None:
+def _reset(metric: Any) -> None:
     # A state made under inference mode could not be added to in place by the next training step.
     with torch.inference_mode(False):
         metric.reset()
@@ -88,11 +89,11 @@ def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[
     of before; the others are reset, which leaves what outlives a reset by the metric's own rule (MinMaxMetric's
     extremes, FID's real features). leave_no_trace: put those back, too (sanity validation).
     """
-    metrics = metrics_in(task)
+    metrics = _metrics_in(task)
     saved = [
         (metric, dict(vars(metric)))
         for metric in metrics
-        if leave_no_trace or any(_is_updated(inner) for inner in metrics_in(metric))
+        if leave_no_trace or any(_is_updated(inner) for inner in _metrics_in(metric))
     ]
     with torch.inference_mode(False), torch.no_grad():
         for metric, attributes in saved:
@@ -100,12 +101,12 @@ def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[
                 # Copies, because `reset` empties lists in place and an update adds to tensors in place.
                 vars(metric)[name] = _copied(attributes[name])
     for metric, _ in saved:
-        reset(metric)
+        _reset(metric)
     try:
         yield
     finally:
         for metric in metrics:
-            reset(metric)
+            _reset(metric)
         for metric, attributes in saved:
             vars(metric).clear()
             vars(metric).update(attributes)
@@ -113,33 +114,56 @@ def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[
 
 def reset_metrics(task: nn.Module) -> None:
     """Reset every metric of the task: a new run must not see the samples of one that was interrupted."""
-    for metric in metrics_in(task):
-        reset(metric)
+    for metric in _metrics_in(task):
+        _reset(metric)
+
+
+def computed(task: nn.Module, paths: Sequence[str], devices: Ranks) -> dict[str, Any]:
+    """What the metrics at these paths of the task compute over all ranks, by path; resets them.
+
+    Every rank must call it with the same paths. A metric that no rank updated is left out.
+    """
+    modules = dict(task.named_modules())
+    if missing := sorted(set(paths) - modules.keys()):
+        raise TaskError(
+            f"Another rank logged the metric self.{missing[0]}, which the task has not on this rank. Make metrics in "
+            "__init__ or setup, on all ranks."
+        )
+    tops: dict[str, Any] = {path: modules[path] for path in paths}
+    inside = {id(metric) for top in tops.values() for metric in _metrics_in(top)}
+    metrics = [module for module in modules.values() if id(module) in inside]  # in the same order on all ranks
+    with _merged(metrics, devices) as updated, torch.inference_mode():
+        results = {
+            path: top.compute()
+            for path, top in tops.items()
+            if any(id(metric) in updated for metric in _metrics_in(top))
+        }
+    for top in tops.values():
+        _reset(top)
+    return results
 
 
 @contextmanager
-def merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
+def _merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
     """Give every metric the states of all ranks for the time of a compute; yields ids of those updated on any rank.
 
     A rank that did not update a metric takes no part in merging it, and a state of one rank stays as it is: so empty
     ranks change nothing. torchmetrics' own synchronisation is off inside.
     """
-    mine = [_packed(metric) if _is_updated(metric) else None for metric in metrics]
-    everyone = devices.gather_objects(mine) if devices.world_size > 1 else [mine]
+    alone = devices.world_size == 1
+    mine = [_packed(metric, states=not alone) if _is_updated(metric) else None for metric in metrics]
+    everyone = [mine] if alone else devices.gather_objects(mine)
     saved = [dict(vars(metric)) for metric in metrics]
     updated: set[int] = set()
     try:
         for i, metric in enumerate(metrics):
             parts: list[_Packed] = [part for packed in everyone if (part := packed[i]) is not None]
-            vars(metric).update(_to_sync=False, _computed=None)
-            if not parts:
-                continue
-            updated.add(id(metric))
-            if devices.world_size > 1:
-                counts = [count for count, _ in parts]
-                vars(metric)["_update_count"] = sum(counts)
-                for name in _own_states(metric):
-                    vars(metric)[name] = _merge(metric, name, counts, [states[name] for _, states in parts])
+            counts = [count for count, _ in parts]
+            vars(metric).update(_to_sync=False, _computed=None, _update_count=sum(counts))
+            if parts:
+                updated.add(id(metric))
+            for name in _own_states(metric) if parts and not alone else ():
+                vars(metric)[name] = _merge(metric, name, counts, [states[name] for _, states in parts])
         yield updated
     finally:
         for metric, attributes in zip(metrics, saved, strict=True):
@@ -148,9 +172,9 @@ def merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
             vars(metric).update({name: attributes[name] for name in names})
 
 
-def _packed(metric: Any) -> _Packed:
-    states = {name: _to(vars(metric)[name], torch.device("cpu")) for name in _own_states(metric)}
-    return max(metric._update_count, 1), states
+def _packed(metric: Any, *, states: bool) -> _Packed:
+    own = _own_states(metric) if states else []
+    return max(metric._update_count, 1), {name: _to(vars(metric)[name], torch.device("cpu")) for name in own}
 
 
 def _merge(metric: Any, name: str, counts: Sequence[int], states: Sequence[Any]) -> Any:
@@ -182,13 +206,15 @@ def _to(state: Any, device: torch.device) -> Any:
         state = state.detach().to(device)
         is_view = state.untyped_storage().nbytes() > state.numel() * state.element_size()
         return state.clone() if is_view else state
+    if isinstance(state, Mapping):
+        return {key: _to(item, device) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(_to(item, device) for item in state)
     return state
 
 
 def entries(name: str, result: Any) -> Iterator[tuple[str, float]]:
-    """A metric's result as scalars: `name`, `name/key` of a dict, `name_0` ... of a vector or a list."""
+    """A metric's result as scalars: `name`, `name/key` of a dict, `name_0` ... of a vector or a list of several."""
     if isinstance(result, Mapping):
         for key, value in result.items():
             # "val/" is what the empty name became: the keys alone.
@@ -197,11 +223,8 @@ def entries(name: str, result: Any) -> Iterator[tuple[str, float]]:
         yield name, float(result)
     elif (isinstance(result, Tensor) and result.dim() == 1) or isinstance(result, (list, tuple)):
         items = result.tolist() if isinstance(result, Tensor) else result
-        if len(items) == 1 and isinstance(result, Tensor):
-            yield name, float(items[0])
-        else:
-            for i, item in enumerate(items):
-                yield from entries(f"{name}_{i}", item)
+        for i, item in enumerate(items):
+            yield from entries(name if len(items) == 1 else f"{name}_{i}", item)
     elif hasattr(result, "__float__") and not isinstance(result, Tensor):
         yield name, float(result)
     else:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
-from sanctuary_trainer.metrics import Ranks, entries, is_metric_or_collection, merged, metrics_in, reset
+from sanctuary_trainer.metrics import Ranks, computed, entries, is_metric_or_collection
 
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
@@ -264,22 +264,14 @@ class Records:
 
     def _metric_values(self, wanted: Mapping[str, str]) -> dict[str, float]:
         """name -> path of the metrics that some rank logged -> their values, the same on every rank."""
-        modules = dict(self._task.named_modules())
-        tops: dict[str, Any] = {path: modules[path] for path in dict.fromkeys(wanted.values())}
-        inside = {id(module) for top in tops.values() for module in metrics_in(top)}
-        metrics = [module for module in modules.values() if id(module) in inside]  # the same order on all ranks
+        results = computed(self._task, list(wanted.values()), self._devices)
         values: dict[str, float] = {}
-        with merged(metrics, self._devices) as updated, torch.inference_mode():
-            for path, top in tops.items():
-                if any(id(module) in updated for module in metrics_in(top)):
-                    result = top.compute()
-                    for name in (name for name, of in wanted.items() if of == path):
-                        scalars = dict(entries(name, result))
-                        values.update(scalars)
-                        if name in self.prog_bar_names:
-                            self.prog_bar_names.update(scalars)
-        for top in tops.values():
-            reset(top)
+        for name, path in wanted.items():
+            if path in results:
+                scalars = dict(entries(name, results[path]))
+                values.update(scalars)
+                if name in self.prog_bar_names:
+                    self.prog_bar_names.update(scalars)
         # A compute may draw random subsets (KID), and ranks must decide on the same number: rank 0's.
         return dict(self._devices.gather_objects(values)[0]) if self._devices.world_size > 1 else values
 
