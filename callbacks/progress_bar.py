@@ -7,7 +7,8 @@
     elsewhere  (stderr is a file or a pipe) whole lines without carriage returns: at quarters of an epoch and at its end
 
 Only rank 0 shows anything, and always on stderr: stdout is left to results. What is shown has been recorded
-(`run.metrics`), so a bar never waits for the device, and `train/loss` changes every `log_every_n_steps` steps.
+(`run.metrics`), so a bar never waits for the device, and the loss changes every `log_every_n_steps` steps; at the end
+of an epoch it is the epoch's mean. "train/" is left out of names: so validation's results fit into 80 columns.
 """
 
 from __future__ import annotations
@@ -140,9 +141,10 @@ class ProgressBar(Callback):
         values: dict[str, float | str] = {}
         if run.max_steps is not None:
             values["step"] = f"{run.state.global_step}/{run.max_steps}"
-        for loss in [name for name in losses if name in run.metrics][:1]:
-            values[loss] = run.metrics[loss]
-        values |= {**run.progress_metrics, **self._results}
+        for name in [name for name in losses if name in run.metrics][:1]:
+            values["loss"] = run.metrics[name]
+        values |= {name.removeprefix("train/"): value for name, value in run.progress_metrics.items()}
+        values |= self._results
         samples = run.state.samples - self._samples_before
         self._epoch.draw(self._epoch_batches, run.train_rounds, values, samples)
 
