@@ -87,7 +87,15 @@ class Devices:
                     "Launch with plain data parallelism (DDP)."
                 )
         if accelerator is None:
-            accelerator = _new_accelerator(mixed_precision, bool(cpu), timeout, find_unused_parameters)
+            # Left to itself, accelerate runs one unconnected process per rank where there is no accelerator.
+            launched = launcher_int("WORLD_SIZE", 1)
+            cpu = bool(cpu) or (launched > 1 and not torch.accelerator.is_available())
+            accelerator = _new_accelerator(mixed_precision, cpu, timeout, find_unused_parameters)
+            if launched > 1 and accelerator.num_processes != launched:
+                raise SettingsError(
+                    f"The launcher started {launched} processes (WORLD_SIZE), but accelerate connected "
+                    f"{accelerator.num_processes}. Launch with torchrun, or with `accelerate launch --multi_gpu`."
+                )
         elif mixed_precision is not None and mixed_precision != accelerator.mixed_precision:
             raise SettingsError(
                 f"mixed_precision={mixed_precision!r} contradicts the given accelerator, which was made with "

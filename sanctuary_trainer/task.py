@@ -273,7 +273,7 @@ class VisionTask(nn.Module, ABC):
             else:
                 values[key] = bound.arguments[key]
         ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        unknown = [name for name in (*names, *ignored) if name not in values]
+        unknown = [name for name in names if name not in values]
         if unknown:
             raise TaskError(
                 f"{type(self).__name__}.__init__ has no argument {', '.join(map(repr, unknown))}; "
