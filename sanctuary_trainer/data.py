@@ -14,10 +14,10 @@ With dispatch rank 0 reads for all ranks and deals:
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 from warnings import warn
 
@@ -26,7 +26,22 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from .errors import DataError, RankError, SettingsError
-from .reading import BatchesReader, Fetched, MapReader, Part, Reader, Source, StreamReader
+from .reading import (
+    NONE,
+    Fetched,
+    MapReader,
+    Part,
+    Places,
+    Reader,
+    Source,
+    StreamReader,
+    length,
+    no_position,
+    nothing,
+    set_epoch,
+    shut_down,
+)
+from .seeding import READ, Generators, mix
 
 __all__ = ["Dispatcher", "Fetched", "RankLoader"]
 
@@ -120,7 +135,7 @@ class RankLoader:
             part = Part(0, 1, (0,), own=False)
         if source is not None:
             return StreamReader(source, part, seed)
-        return BatchesReader(loader, part, seed, name)
+        return _BatchesReader(loader, part, seed, name)
 
     @property
     def sized(self) -> bool:
@@ -199,8 +214,100 @@ class RankLoader:
         total = None if None in sizes else sum(size or 0 for size in sizes)
         last = not fetched or (len(fetched) < ranks and not self.sized)
         dealt = [_Dealt(each._replace(total=total), last) for each in fetched]
-        none = None if last else Fetched(None, [], [], 0, total)
+        none = None if last else nothing(total)
         return dealt + [_Dealt(none, last)] * (ranks - len(fetched))
+
+
+class _BatchesReader(Reader):
+    """Any iterable of ready batches: batch k goes to rank k % R. A list is indexed; all else every rank reads whole."""
+
+    def __init__(self, batches: Any, part: Part, seed: int, name: str) -> None:
+        self._batches, self._part, self._seed, self._name = batches, part, seed, name
+        size = getattr(batches, "batch_size", None)
+        self.batch_size = size if isinstance(size, int) else None
+        self._read_before = False
+
+    @property
+    def sized(self) -> bool:
+        return length(self._batches) is not None and (self._part.ranks == 1 or not self._part.own)
+
+    @property
+    def num_rounds(self) -> int | None:
+        batches = length(self._batches)
+        return None if batches is None else -(-batches // self._part.dealt)
+
+    def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
+        if start_samples:
+            raise no_position(self._name, start_samples, "it is an iterable of batches of unknown size")
+        if self._read_before and isinstance(self._batches, Iterator):
+            raise DataError(
+                f"The {self._name} loader is an iterator, which can be read only once. Give a list, a DataLoader or an "
+                "object whose __iter__ begins anew."
+            )
+        self._read_before = True
+        for each in self._parts():
+            set_epoch(each, epoch)
+        return self._read(epoch, limit)
+
+    def close(self) -> None:
+        shut_down(getattr(self._batches, "_iterator", None))
+
+    def _parts(self) -> list[Any]:
+        """What of a loader with an __iter__ of its own may hold an epoch or a generator."""
+        return [
+            self._batches,
+            *(getattr(self._batches, part, None) for part in ("batch_sampler", "sampler", "dataset")),
+        ]
+
+    def _read(self, epoch: int, limit: int | None) -> Generator[Fetched, None, None]:
+        part, rounds, end = self._part, self.num_rounds, length(self._batches)
+        if limit is not None:
+            rounds = limit if rounds is None else min(limit, rounds)
+        with self._opened(epoch) as batch_at:
+            for k in count() if rounds is None else range(rounds):
+                for rank in part.mine:
+                    number = k * part.dealt + part.share_of(rank)
+                    if end is not None and number >= end:
+                        yield nothing(None)
+                        continue
+                    batch = batch_at(number)
+                    if batch is NONE:
+                        self._check_end(number)
+                        return
+                    places = Places(range(number, number + 1), rank=part.counted_by)
+                    yield Fetched(batch, None, places, None, None)
+
+    @contextmanager
+    def _opened(self, epoch: int) -> Iterator[Callable[[int], Any]]:
+        """Begin an epoch; gives a function that reads on to the batch of a number, NONE after the last."""
+        if isinstance(self._batches, list | tuple):
+            yield self._batches.__getitem__
+            return
+        own = self._part.rank if self._part.own else -1
+        generators = Generators(self._parts(), resumable=True).seeded(mix(READ, self._seed, epoch, own))
+        with generators:
+            iterator = iter(self._batches)
+        begin = 0
+
+        def batch_at(number: int) -> Any:
+            nonlocal begin
+            skip, begin = number - begin, number + 1
+            with generators:
+                return next(islice(iterator, skip, None), NONE)
+
+        try:
+            yield batch_at
+        finally:
+            if not getattr(self._batches, "persistent_workers", False):
+                shut_down(iterator)
+
+    def _check_end(self, batches: int) -> None:
+        expected = length(self._batches)
+        if expected is not None:
+            raise DataError(
+                f"The {self._name} loader has length {expected} but gave at most {batches} batches. Correct its "
+                "__len__, or remove it: a loader of unknown length works too."
+            )
 
 
 def _receive(dispatch: Dispatcher) -> Iterator[Fetched]:
