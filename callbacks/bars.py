@@ -22,6 +22,9 @@ else:
 
 IN_NOTEBOOK = any("notebook" in base.__module__ for base in tqdm.__mro__)
 LONGEST_SILENCE = 60.0  # seconds without a line in a log file, after which a run looks dead
+# The values before the times: a line that is too long for the terminal loses its end.
+KNOWN_END = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
+OPEN_END = "{desc}: {n_fmt} batches{postfix} [{elapsed}, {rate_fmt}]"
 MOST_VALUES = 12  # of a line in a log file; a terminal's line is cut at its width
 
 
@@ -51,9 +54,20 @@ class Bar(Tqdm):
                 where |= {"dynamic_ncols": False, "ncols": (columns or 80) - 1, "nrows": 20}
         # All bars stand on position 0: the evaluation's covers the epoch's until it is closed.
         super().__init__(
-            desc=title, total=total, initial=batches, unit="batch", position=0, mininterval=0, miniters=0, **where
+            desc=title,
+            total=total,
+            initial=batches,
+            unit="batch",
+            bar_format=OPEN_END if total is None else KNOWN_END,
+            position=0,
+            mininterval=0,
+            miniters=0,
+            **where,
         )
         self.pause(began - perf_counter())
+
+    def __str__(self) -> str:
+        return super().__str__()[: self.ncols]  # tqdm 4.67 does not cut a line without a total
 
     def draw(self, batches: int, total: int | None, values: Mapping[str, float | str], samples: int = 0) -> None:
         """batches: done; samples: done since it was opened, not shown here; values: shown behind the numbers."""

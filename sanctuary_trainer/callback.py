@@ -36,8 +36,7 @@ The hooks in the order in which they fire (the task's own hook first, then the c
     predict (between setup and teardown)
       for each batch: on_predict_batch_end
 
-A hook that would run on one rank only does not exist: hooks fire on every rank that has the batch, and a callback that
-prints or writes asks `run.is_main`.
+Hooks fire on every rank, those of a batch on the ranks that have it: who prints or writes asks `run.is_main`.
 """
 
 from __future__ import annotations
