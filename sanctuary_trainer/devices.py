@@ -105,7 +105,8 @@ class Devices:
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"):
             raise NotSupportedError(f"accelerate runs as {kind}, which this version does not support; use DDP.")
         self.accelerator = accelerator
-        self.device: torch.device = accelerator.device
+        device: torch.device = accelerator.device
+        self.device = torch.device("cpu") if device.type == "cpu" else device  # accelerate says cpu:0 on several ranks
         self.rank: int = accelerator.process_index
         self.local_rank: int = accelerator.local_process_index
         self.world_size: int = accelerator.num_processes

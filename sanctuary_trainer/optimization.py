@@ -244,9 +244,7 @@ def _schedule(value: Any, monitor: str | None = None) -> Schedule:
         raise TaskError(f'A scheduler\'s interval is {schedule.interval!r}; "step" or "epoch" was expected.')
     frequency: Any = schedule.frequency
     if not isinstance(frequency, int) or frequency < 1:
-        raise TaskError(
-            f"A scheduler's frequency is {frequency!r}; a whole number of at least 1 was expected."
-        )
+        raise TaskError(f"A scheduler's frequency is {frequency!r}; a whole number of at least 1 was expected.")
     watches = isinstance(scheduler, ReduceLROnPlateau)
     if watches and schedule.monitor is None:
         raise TaskError(

@@ -295,11 +295,11 @@ class Run:
         """Obey a stop that any rank asked for, on all ranks alike.
 
         Args:
-            asked: whether any rank asked, as all ranks know it; None to find out now.
+            asked: whether any rank asked, as the ranks told each other in a step; None to find out now.
         """
         if self.state.stop_reason is not None:
             return
-        if asked is None:
+        if asked is None or self.world_size == 1:
             asked = self.devices.agree([float(self.wants_stop)])[0] > 0
         if asked and self.plan.may_stop(self.state):
             reasons = [reason for reason in self.devices.gather_objects(self._stop) if reason is not None]

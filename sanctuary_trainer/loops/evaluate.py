@@ -64,7 +64,6 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
     An exception on one rank ends all of them in the same round.
     """
     run.evaluation_rounds = limited(loader.num_rounds, limit)
-    alone = run.world_size == 1
     feed, error, batch_idx = None, None, 0
     try:
         while True:
@@ -79,14 +78,8 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
                         run.end_batch()
                     batch_idx += 1
                 more = feed.more
-            except Exception as raised:  # where a step is run: the other ranks must hear of it
-                if alone:
-                    raise
+            except Exception as raised:  # noqa: BLE001 - where a step is run: the other ranks must hear of it
                 error, more = raised, False
-            if alone:
-                if not more:
-                    return
-                continue
             going_on, failed = run.devices.agree([float(more), float(error is not None)])
             if failed:
                 run.devices.raise_together(error)

@@ -45,7 +45,7 @@ def train_epoch(run: Run) -> None:
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
     limit = plan.rounds_left(state) if loader.sized else run.train_limit
     feed = run.feed(loader, start_samples=state.samples, limit=limit)
-    others_have_more = not loader.sized and run.world_size > 1
+    others_have_more = not loader.sized  # of a stream the first window tells
     try:
         while (feed.more or others_have_more) and state.stop_reason is None:
             try:
@@ -59,8 +59,7 @@ def train_epoch(run: Run) -> None:
             train_step(run, window, epoch_ends=not (feed.more or others_have_more))
     finally:
         feed.close()
-    ended = not others_have_more if not loader.sized else state.batch == plan.rounds
-    if ended and (loader.sized or not feed.more):
+    if state.batch == plan.rounds if loader.sized else not (feed.more or others_have_more):
         end_epoch(run)
 
 
@@ -124,7 +123,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
         if plan.validates_after_step(state):
             evaluate(run, "val")
             run.settle_stop()
-    run.settle_stop(window.stop or (run.world_size == 1 and run.wants_stop))
+    run.settle_stop(window.stop)
     if plan.max_steps is not None and state.global_step >= plan.max_steps:
         state.stop_reason = state.stop_reason or "max_steps"
     if made and not epoch_ends:
