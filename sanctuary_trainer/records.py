@@ -3,8 +3,7 @@
     add(...)             append (value, weight) to lists; fold on the device when many are pending      no wait, no rank
     step_values()        every log_every_n_steps: fold, read, agree on the names, one packed gather     all ranks
     epoch_values(stage)  at the end of an epoch or an evaluation: the same, and the metric objects      all ranks
-      metric objects     in `named_modules()` order: gather every rank's states (with shapes, empty ones too),
-                         set the merged states, compute, put the rank's own states back, reset
+                         see metrics.py
 
 Rules
   A name without "/" gets its stage's prefix; with both on_step and on_epoch the epoch's series is `name_epoch`.
@@ -53,7 +52,7 @@ class _Series:
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return f"{self.name}_epoch" if self.on_step and self.on_epoch else self.name
 
     def fold(self) -> None:
         """Reduce what is pending to two numbers, on the device where the values are, without waiting for it."""
@@ -72,7 +71,8 @@ class _Series:
 class Records:
     """Collects what the steps of one run log and reduces it over all ranks.
 
-    `prog_bar_names`: every name that was logged with `prog_bar=True`, `name_epoch` and a metric's entries included.
+    `prog_bar_names`: every name that was logged with `prog_bar=True`, `name_epoch` and a metric's entries included; a
+    dict for its order, the values mean nothing.
     """
 
     def __init__(self, devices: Ranks, task: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Records:
         self._warned: set[str] = set()
         self._loss: _Series | None = _Series("train/loss", "mean", on_step=True, on_epoch=True)
         self._series["train", "train/loss"] = self._loss
-        self.prog_bar_names: set[str] = {"train/loss"}
+        self.prog_bar_names: dict[str, None] = {"train/loss": None}
 
     def add_loss(self, loss: Tensor, weight: float | Tensor) -> None:
         """Record the training loss unasked: `train/loss` per step and `train/loss_epoch`.
@@ -117,9 +117,8 @@ class Records:
 
         stage: "train", "sanity", "val", "test" or "predict". value: a number, a tensor of one element (copied, never
         waited for) or a torchmetrics metric or collection that is a submodule of the task. weight: samples behind the
-        value; None when unknown. on_step, on_epoch: by default a plain value in training goes to on_step, all else to
-        on_epoch; an evaluation has no steps of its own, so there on_step adds nothing. reduce: "mean", "sum", "min" or
-        "max", over steps and ranks.
+        value; None when unknown. on_step: by default plain values in training; adds nothing in an evaluation, which has
+        no steps. on_epoch: by default all else. reduce: "mean", "sum", "min" or "max", over steps and ranks.
 
         Raises `TaskError` for a value that is no scalar, a metric outside the task, or a name that means two things;
         `SettingsError` for axes or a reduction that cannot be.
@@ -128,7 +127,7 @@ class Records:
         if series is None or series.asked != (on_step, on_epoch, reduce):
             series = self._declare(stage, name, value, on_step, on_epoch, reduce)
         if prog_bar:
-            self.prog_bar_names.update((series.name, series.epoch_name))
+            self.prog_bar_names.update({series.name: None, series.epoch_name: None})
         if series.metric is not None or is_metric_or_collection(value):
             self._add_metric(stage, series, value)
             return
@@ -152,11 +151,10 @@ class Records:
         """The on_step series since the last call, reduced over all ranks, by sorted name. All ranks must call it."""
         mine: dict[str, tuple[str, Tensor]] = {}
         for series in self._series.values():
-            if series.on_step:
-                series.fold()
-                if series.step is not None:
-                    mine[series.name] = (series.reduce, series.step)
-                    series.step = None
+            series.fold()
+            if series.step is not None:
+                mine[series.name] = (series.reduce, series.step)
+                series.step = None
         return self._reduced(mine, {})
 
     def epoch_values(self, stage: str) -> dict[str, float]:
@@ -165,12 +163,11 @@ class Records:
         All ranks must call it, also one that logged nothing.
         """
         mine: dict[str, tuple[str, Tensor]] = {}
-        for (of_stage, _), series in self._series.items():
-            if of_stage == stage and series.on_epoch:
-                series.fold()
-                if series.epoch is not None:
-                    mine[series.epoch_name] = (series.reduce, series.epoch)
-                    series.epoch = None
+        for series in (series for (of, _), series in self._series.items() if of == stage):
+            series.fold()
+            if series.epoch is not None:
+                mine[series.epoch_name] = (series.reduce, series.epoch)
+                series.epoch = None
         return self._reduced(mine, self._logged_metrics.pop(stage, {}))
 
     def _declare(
@@ -185,7 +182,7 @@ class Records:
         if series is None or series is self._loss:
             if series is not None:
                 self._loss = None  # the task logs its loss itself: one curve of that name, the task's
-                self.prog_bar_names -= {series.name, series.epoch_name}
+                del self.prog_bar_names[series.name]
             series = self._series[stage, full] = _Series(full, reduce, step, epoch)
         elif (series.reduce, series.on_step, series.on_epoch) != (reduce, step, epoch):
             raise TaskError(
@@ -233,11 +230,8 @@ class Records:
         read = dict(zip(mine, _read([pair for _, pair in mine.values()]), strict=True))
         packed = [number for name in plain for number in read.get(name, (0.0, 0.0))]
         rows = self._devices.gather_floats(packed) if plain and self._devices.world_size > 1 else [packed]
-        values: dict[str, float] = {}
-        for i, name in enumerate(plain):
-            value = _over_ranks(kinds[name], [(row[2 * i], row[2 * i + 1]) for row in rows])
-            if value is not None:
-                values[name] = value
+        pairs = {name: [(row[2 * i], row[2 * i + 1]) for row in rows] for i, name in enumerate(plain)}
+        values = {name: value for name in plain if (value := _over_ranks(kinds[name], pairs[name])) is not None}
         wanted = {name: kind.removeprefix("metric ") for name, kind in kinds.items() if kind not in _REDUCTIONS}
         if wanted:
             values.update(self._metric_values(wanted))
@@ -271,7 +265,7 @@ class Records:
                 scalars = dict(entries(name, results[path]))
                 values.update(scalars)
                 if name in self.prog_bar_names:
-                    self.prog_bar_names.update(scalars)
+                    self.prog_bar_names.update(dict.fromkeys(scalars))
         # A compute may draw random subsets (KID), and ranks must decide on the same number: rank 0's.
         return dict(self._devices.gather_objects(values)[0]) if self._devices.world_size > 1 else values
 
@@ -283,8 +277,8 @@ def _axes(name: str, stage: str, is_metric: bool, on_step: bool | None, on_epoch
             "For a value per step log what its forward returned."
         )
     if stage == "train" and not is_metric:
-        step = (not on_epoch or on_epoch is None) if on_step is None else on_step
-        epoch = bool(on_epoch)
+        step = on_step is not False
+        epoch = not step if on_epoch is None else on_epoch
     else:
         step, epoch = False, on_epoch is not False
     if not (step or epoch):
@@ -356,14 +350,12 @@ def _join(old: Tensor | None, new: Tensor, reduce: str) -> Tensor:
 
 def _read(pairs: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Read pairs from their devices, waiting once per device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        by_device.setdefault(pair.device, []).append(i)
-    read: dict[int, tuple[float, float]] = {}
-    for indices in by_device.values():
-        for i, (value, weight) in zip(indices, torch.stack([pairs[i] for i in indices]).tolist(), strict=True):
+    read: list[tuple[float, float]] = [(0.0, 0.0)] * len(pairs)
+    for device in {pair.device for pair in pairs}:
+        here = [i for i, pair in enumerate(pairs) if pair.device == device]
+        for i, (value, weight) in zip(here, torch.stack([pairs[i] for i in here]).tolist(), strict=True):
             read[i] = (value, weight)
-    return [read[i] for i in range(len(pairs))]
+    return read
 
 
 def _over_ranks(reduce: str, pairs: Sequence[tuple[float, float]]) -> float | None:

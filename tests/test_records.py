@@ -88,8 +88,8 @@ def test_a_short_last_batch_weighs_what_it_holds() -> None:
 def test_the_stage_decides_prefix_and_axis() -> None:
     log = records()
     log.add("train", "loss_a", 1.0, weight=1)
-    log.add("train", "b", 2.0, weight=1, on_epoch=True)
-    log.add("train", "both", 3.0, weight=1, on_step=True, on_epoch=True)
+    log.add("train", "b", 2.0, weight=1, on_step=False)
+    log.add("train", "both", 3.0, weight=1, on_epoch=True)
     log.add("train", "mine/c", 4.0, weight=1)
     log.add("val", "d", 5.0, weight=1)
     log.add("test", "d", 6.0, weight=1)
@@ -188,7 +188,8 @@ def test_progress_bar_names() -> None:
     log = records()
     log.add("train", "a", 1.0, weight=1, on_step=True, on_epoch=True, prog_bar=True)
     log.add("train", "b", 1.0, weight=1)
-    assert log.prog_bar_names == {"train/loss", "train/a", "train/a_epoch"}
+    log.add("train", "c", 1.0, weight=1, prog_bar=True)
+    assert list(log.prog_bar_names) == ["train/loss", "train/a", "train/a_epoch", "train/c"]
 
 
 def test_one_name_has_one_meaning() -> None:
@@ -267,9 +268,9 @@ def test_a_key_that_one_rank_alone_logs_is_its_own_value() -> None:
     def log(rank: ThreadRank) -> Any:
         mine = Records(rank, nn.Linear(1, 1))
         for name in ("a", "b") if rank.rank == 0 else ("b", "rare_loss", "a"):
-            mine.add("train", name, {"a": 1.0, "b": 3.0, "rare_loss": 7.0}[name] + rank.rank, weight=2, on_epoch=True)
+            mine.add("train", name, {"a": 1.0, "b": 3.0, "rare_loss": 7.0}[name] + rank.rank, weight=2, on_step=False)
         if rank.rank == 1:
-            mine.add("train", "smallest", -5.0, weight=1, on_epoch=True, reduce="min")
+            mine.add("train", "smallest", -5.0, weight=1, on_step=False, reduce="min")
         return list(mine.epoch_values("train").items())
 
     values = on_ranks(2, log)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from sanctuary_trainer.errors import DataError, SettingsError
-from sanctuary_trainer.tracking import Tracking, check_log_with, flatten_hparams, image_grid
+from sanctuary_trainer.event_file import image_grid
+from sanctuary_trainer.tracking import Tracking, check_log_with, flatten_hparams
 
 
 @dataclasses.dataclass
