@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, cast
 
@@ -25,7 +26,7 @@ LONGEST_SILENCE = 60.0  # seconds without a line in a log file, after which a ru
 # The values before the times: a line that is too long for the terminal loses its end.
 KNOWN_END = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
 OPEN_END = "{desc}: {n_fmt} batches{postfix} [{elapsed}, {rate_fmt}]"
-MOST_VALUES = 12  # of a line in a log file; a terminal's line is cut at its width
+MOST_VALUES = 12  # in a line
 
 
 def can_redraw() -> bool:
@@ -72,7 +73,7 @@ class Bar(Tqdm):
     def draw(self, batches: int, total: int | None, values: Mapping[str, float | str], samples: int = 0) -> None:
         """batches: done; samples: done since it was opened, not shown here; values: shown behind the numbers."""
         self.total = total
-        self.set_postfix_str(_as_text(values), refresh=False)
+        self.set_postfix_str(", ".join(_parts(values)), refresh=False)
         self.update(batches - self.n)
 
     def pause(self, seconds: float) -> None:
@@ -101,21 +102,25 @@ class Lines:
     def __init__(self, title: str, total: int | None, batches: int, began: float, line_seconds: float) -> None:
         self._title, self._began, self._line_seconds = title, began, line_seconds
         self._first, self._written, self._quarter = batches, began, 4 * batches // total if total else 0
-        self._text = ""
+        self._text: Callable[[], str] = str
 
     def draw(self, batches: int, total: int | None, values: Mapping[str, float | str], samples: int = 0) -> None:
         """batches: done; samples: done since it was opened, 0 when unknown; values: shown behind the numbers."""
         now = perf_counter()
-        seconds = max(now - self._began, 1e-9)
-        rate = f"{samples / seconds:.4g} samples/s" if samples else f"{(batches - self._first) / seconds:.4g} batches/s"
-        count = f"{batches} batches" if total is None else f"{100 * batches // total}%, {batches}/{total} batches"
-        parts = [count, tqdm.format_interval(seconds), rate, *_parts(values, MOST_VALUES)]
-        self._text = f"{self._title}: {', '.join(parts)}"
+        self._text = partial(self._line, now, batches, total, values, samples)
         quarter = 4 * batches // total if total else 0
         due = self._line_seconds if quarter > self._quarter else LONGEST_SILENCE
         if batches != total and now - self._written >= due:  # the last line comes with close
             self._written, self._quarter = now, quarter
             self._write()
+
+    def _line(
+        self, now: float, batches: int, total: int | None, values: Mapping[str, float | str], samples: int
+    ) -> str:
+        seconds = max(now - self._began, 1e-9)
+        rate = f"{samples / seconds:.4g} samples/s" if samples else f"{(batches - self._first) / seconds:.4g} batches/s"
+        count = f"{batches} batches" if total is None else f"{100 * batches // total}%, {batches}/{total} batches"
+        return f"{self._title}: {', '.join([count, tqdm.format_interval(seconds), rate, *_parts(values)])}"
 
     def pause(self, seconds: float) -> None:
         """Leaves so many seconds out of its time."""
@@ -128,7 +133,7 @@ class Lines:
 
     def _write(self) -> None:
         if sys.stderr is not None:
-            sys.stderr.write(f"{self._text}\n")
+            sys.stderr.write(f"{self._text()}\n")
             sys.stderr.flush()
 
 
@@ -191,11 +196,7 @@ def _exchange(old: TextIO, new: TextIO) -> None:
                 handler.setStream(new)
 
 
-def _parts(values: Mapping[str, float | str], most: int) -> list[str]:
-    """`name=value` of each; of `most` at the most, and how many were left out."""
+def _parts(values: Mapping[str, float | str]) -> list[str]:
+    """`name=value` of each, MOST_VALUES at most, and how many were left out."""
     shown = [f"{name}={value}" if isinstance(value, str) else f"{name}={value:.4g}" for name, value in values.items()]
-    return shown if len(shown) <= most else [*shown[:most], f"{len(shown) - most} more"]
-
-
-def _as_text(values: Mapping[str, float | str]) -> str:
-    return ", ".join(_parts(values, MOST_VALUES))
+    return shown if len(shown) <= MOST_VALUES else [*shown[:MOST_VALUES], f"{len(shown) - MOST_VALUES} more"]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from sanctuary_trainer import Run
 
+LOSSES = ("train/loss_epoch", "train/loss")
+
 
 class ProgressBar(Callback):
     """Shows epoch, batches, speed, the training loss, values logged with `prog_bar=True` and validation's results.
@@ -72,7 +74,7 @@ class ProgressBar(Callback):
         if self._epoch is not None:
             # run.state also counts the rounds in which this rank had no batch.
             self._epoch_batches = max(self._epoch_batches, run.state.batch)
-            self._close_epoch(run, losses=("train/loss_epoch", "train/loss"))
+            self._close_epoch(run, losses=LOSSES)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._begin_pass()
@@ -134,7 +136,7 @@ class ProgressBar(Callback):
         self._epoch_batches, self._samples_before = batches, run.state.samples
         self._epoch = self._new(self._epoch_title, run.train_rounds, batches, perf_counter())
 
-    def _draw_epoch(self, run: Run, losses: Sequence[str] = ("train/loss",)) -> None:
+    def _draw_epoch(self, run: Run, losses: Sequence[str] = LOSSES[-1:]) -> None:
         if self._epoch is None:  # an epoch that a resumed run continues has no start
             self._open_epoch(run, self._epoch_batches)
         assert self._epoch is not None
@@ -143,12 +145,14 @@ class ProgressBar(Callback):
             values["step"] = f"{run.state.global_step}/{run.max_steps}"
         for name in [name for name in losses if name in run.metrics][:1]:
             values["loss"] = run.metrics[name]
-        values |= {name.removeprefix("train/"): value for name, value in run.progress_metrics.items()}
+        for name, value in run.progress_metrics.items():
+            if name not in LOSSES:
+                values[name.removeprefix("train/")] = value
         values |= self._results
         samples = run.state.samples - self._samples_before
         self._epoch.draw(self._epoch_batches, run.train_rounds, values, samples)
 
-    def _close_epoch(self, run: Run, losses: Sequence[str] = ("train/loss",)) -> None:
+    def _close_epoch(self, run: Run, losses: Sequence[str] = LOSSES[-1:]) -> None:
         assert self._epoch is not None
         self._draw_epoch(run, losses)
         self._epoch.close(keep=True)

@@ -193,7 +193,7 @@ def lines_of(log_file: io.StringIO) -> list[str]:
 
 def test_a_terminal_keeps_one_line_for_each_epoch(open_terminal: OpenTerminal) -> None:
     terminal = open_terminal(columns=80)
-    run = new_run(metrics={"train/loss": 0.5}, progress_metrics={"train/f1": 0.125})
+    run = new_run(metrics={"train/loss": 0.5}, progress_metrics={"train/loss": 0.5, "train/f1": 0.125})
     fit(ProgressBar(refresh_seconds=0), run, val={"val/accuracy": 0.75}, between=lambda _: time.sleep(0.02))
     shown = screen(terminal.close())
     assert len(shown) == 2
