@@ -223,7 +223,7 @@ def accumulation_row(rounds: int) -> Pairs:
 
 
 def defaults_row(rounds: int, batches: int = 200) -> Pairs:
-    """TensorBoard, bar and recorded loss, beside a plain loop that writes and shows as much, on a terminal of 80 columns."""
+    """TensorBoard, bar and recorded loss, beside a plain loop that writes and shows as much, on a terminal."""
     from torch.utils.tensorboard import SummaryWriter
     from tqdm import tqdm
 
@@ -643,11 +643,11 @@ def line(result: Result) -> str:
         return f"{pair[0]:.3f} - {pair[1]:.3f}"
 
     number = "9.2f" if result.ours < 100 else "9.1f"
+    limit = "" if result.limit is None else f"{result.limit:.2f}"
+    goal = "" if result.goal is None else f"{result.goal:.2f}"
     text = (
         f"{title}{result.ours:{number}}{result.plain:{number}}{result.ratio:8.3f}{span(result.quartiles):>15}"
-        f"{result.cpu_ratio:11.3f}{span(result.cpu_quartiles):>15}"
-        f"{'' if result.limit is None else f'{result.limit:.2f}':>7}{'' if result.goal is None else f'{result.goal:.2f}':>6}"
-        f"{result.rounds:8}"
+        f"{result.cpu_ratio:11.3f}{span(result.cpu_quartiles):>15}{limit:>7}{goal:>6}{result.rounds:8}"
     )
     if result.row == "import":
         text += f"  CPU seconds {result.ours_cpu:.2f}"
