@@ -85,6 +85,8 @@ class Bar(Tqdm):
     def close(self, keep: bool = False) -> None:
         """Ends the line, or clears it."""
         self.leave = keep
+        if not keep:
+            self.total = None  # a notebook leaves a bar that has not reached its total
         super().close()
 
     @classmethod
