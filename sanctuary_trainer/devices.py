@@ -101,6 +101,14 @@ class Devices:
                 f"mixed_precision={mixed_precision!r} contradicts the given accelerator, which was made with "
                 f"{accelerator.mixed_precision!r}. Give one of the two."
             )
+        handler = accelerator.ddp_handler
+        if handler is not None and handler.static_graph:
+            raise NotSupportedError(
+                "The given accelerator sets static_graph=True: DDP then fails in a first window of several batches, and "
+                "a rank that has nothing to give could not join. Leave it out."
+            )
+        # A hook that sends gradients in 16 bits cannot carry counts beside them: 2048 is the most that fp16 counts to.
+        self.compresses = handler is not None and handler.comm_hook.value != "no"
         kind = accelerator.distributed_type.value
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"):
             raise NotSupportedError(f"accelerate runs as {kind}, which this version does not support; use DDP.")
@@ -136,6 +144,7 @@ class Devices:
     def wrap(self, module: nn.Module) -> nn.Module:
         """`module` as accelerate prepares it: in DDP on several ranks, its forward under autocast."""
         wrapped: nn.Module = self.accelerator.prepare_model(module)
+        self.accelerator._models.pop()  # accelerate would keep every run's module alive
         return wrapped
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -159,6 +168,11 @@ class Devices:
         dist.all_reduce(packed, group=self._group)
         sums: list[float] = packed.tolist()
         return sums
+
+    def sum_on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, a tensor on this rank's device, summed over all ranks in place."""
+        dist.all_reduce(values)
+        return values
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values` (equally many on each), in rank order: float64, one collective."""

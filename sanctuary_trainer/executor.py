@@ -8,7 +8,8 @@
     result = executor.finish()                   -> factor expected / actual, is there an update, what ranks asked
 
 On several ranks the module that DDP wraps owns one parameter more, `ride`, of a few floats. Its gradient is filled with
-this rank's weight and flags, so that DDP's own buckets carry their sums over the ranks: no collective is added.
+this rank's weight and flags, so that DDP's own buckets carry their sums over the ranks: no collective is added. Only
+where a communication hook compresses the gradients, the sums take an all-reduce of their own.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class Dispatch(nn.Module):
 
     ride: nn.Parameter | None
 
-    def __init__(self, task: nn.Module, *, rides: bool) -> None:
+    def __init__(self, task: nn.Module, *, joins: bool, rides: bool) -> None:
         super().__init__()
         self.task = task
         trainable = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self.trainable = trainable
+        self.joins = joins
         if rides:
             # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
             kind = torch.float64 if trainable[0].dtype == torch.float64 else torch.float32
@@ -100,10 +102,10 @@ class Dispatch(nn.Module):
             else:
                 divisor = share / weight
                 scaled = loss if divisor == 1.0 else loss / divisor
+        if scaled is None and self.joins:
+            scaled = zero_loss(self.trainable)
         if self.ride is None:
             return scaled, None, None if loss is None else loss.detach(), weight
-        if scaled is None:
-            scaled = zero_loss(self.trainable)
         told = torch.tensor(carried, dtype=self.ride.dtype, device=self.ride.device)
         told[0] = weight
         return scaled, (self.ride * told).sum(), None if loss is None else loss.detach(), weight
@@ -169,7 +171,8 @@ class Executor:
     def __init__(self, task: VisionTask, devices: Devices) -> None:
         self.task = task
         self.devices = devices
-        self._dispatch = Dispatch(task, rides=devices.world_size > 1)
+        several = devices.world_size > 1
+        self._dispatch = Dispatch(task, joins=several, rides=several and not devices.compresses)
         self.module = devices.wrap(self._dispatch)
         self._share = 1.0
         self._expected = 1.0
@@ -177,6 +180,7 @@ class Executor:
         self._samples = 0
         self._batches = 0
         self._entered = False  # whether a forward of this window has begun
+        self._carried = _NOTHING
         self._checked = devices.world_size == 1
         self._late: tuple[torch.Tensor, torch.Event] | None = None  # on an accelerator: what the window before told
         self._synced = True  # whether DDP has been given a gradient for every parameter of this window
@@ -221,6 +225,7 @@ class Executor:
             self._samples += size
             self._batches += 1
         carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
+        self._carried = carried
         self._entered = True
         with nullcontext() if sync else self.devices.no_sync(self.module):
             scaled, ride, loss, weight = self.module(step, size, self._share, carried if sync else _NOTHING)
@@ -230,7 +235,7 @@ class Executor:
                     scaled = self.devices.scaler.scale(scaled)
                 if ride is not None:
                     scaled = scaled + ride  # after scaling: the counts must not overflow
-                    self.in_sync = sync
+                self.in_sync = sync
                 scaled.backward()
                 self.in_sync = False
         if sync and not self._synced:
@@ -278,12 +283,17 @@ class Executor:
                 returned (None asked for anything, in the first).
         """
         ride = self._dispatch.ride
-        if ride is None:
+        if self.devices.world_size == 1:
             actual = float(sum(self._weights))
             factor = None if actual == self._expected or not actual else self._expected / actual
             return Window(actual > 0, factor, self._samples, self._batches, False, False, False)
-        assert ride.grad is not None
-        told, ride.grad = ride.grad * self.devices.world_size, None
+        if ride is None:
+            own = torch.tensor(self._carried, dtype=torch.float32, device=self.devices.device)
+            own[0] = sum(self._weights)
+            told = self.devices.sum_on_device(own)
+        else:
+            assert ride.grad is not None
+            told, ride.grad = ride.grad * self.devices.world_size, None
         # Summing the ranks' weights rounds (8 / 3 + 8 / 3 + 8 / 3): a factor this near to 1 is taken for 1.
         rounding = 8 * torch.finfo(told.dtype).eps
         if late and self.devices.reads_late:

@@ -36,9 +36,17 @@ class Half(Line):
 def test_several_loaders_get_prefixes_of_their_own() -> None:
     low, high = loader(floats(range(5))), loader(floats(range(3, 9)))
     metrics = quiet_trainer().validate(Half(), {"low": low, "high": high})
-    assert metrics == {"val/low/accuracy": 1.0, "val/low/mean": 2.0, "val/high/accuracy": pytest.approx(1 / 3), "val/high/mean": 5.5}
+    assert metrics == {
+        "val/low/accuracy": 1.0,
+        "val/low/mean": 2.0,
+        "val/high/accuracy": pytest.approx(1 / 3),
+        "val/high/mean": 5.5,
+    }
     assert set(quiet_trainer().test(Half(), [low, high])) == {
-        "test/0/accuracy", "test/0/mean", "test/1/accuracy", "test/1/mean",
+        "test/0/accuracy",
+        "test/0/mean",
+        "test/1/accuracy",
+        "test/1/mean",
     }
     result = quiet_trainer(max_epochs=1).fit(Half(), low, {"low": low, "high": high})
     assert result.metrics["val/high/mean"] == 5.5
@@ -215,9 +223,9 @@ def test_the_run_folder_holds_curves_and_is_not_shared(run_folder: Path) -> None
 def test_the_logged_loss_is_what_the_user_returned(run_folder: Path) -> None:
     task, expected = Line(0.0), [1.5, 3.5, 5.0]
     task.w.data.fill_(1.0)
-    result = quiet_trainer(max_epochs=1, gradient_accumulation_steps=2, log_every_n_steps=1, project_dir=run_folder).fit(
-        task, loader(floats(range(1, 6)), 1)
-    )
+    result = quiet_trainer(
+        max_epochs=1, gradient_accumulation_steps=2, log_every_n_steps=1, project_dir=run_folder
+    ).fit(task, loader(floats(range(1, 6)), 1))
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines if "train/loss" in line] == expected
     assert result.metrics["train/loss_epoch"] == 3.0
@@ -376,7 +384,10 @@ def test_the_launchers_word_holds_where_nothing_is_set(monkeypatch: pytest.Monke
     task = Looks()
     assert quiet_trainer(max_epochs=1).fit(task, loader(classes(16))).global_step == 2
     assert task.precision == "bf16"
-    assert quiet_trainer(max_epochs=1, gradient_accumulation_steps=1, mixed_precision="no").fit(
-        task, loader(classes(16))
-    ).global_step == 4
+    assert (
+        quiet_trainer(max_epochs=1, gradient_accumulation_steps=1, mixed_precision="no")
+        .fit(task, loader(classes(16)))
+        .global_step
+        == 4
+    )
     assert task.precision == "no"

@@ -158,7 +158,9 @@ def test_an_epoch_shorter_than_the_window_is_one_step_everywhere() -> None:
 
 def test_global_step_counts_updates_in_every_epoch() -> None:
     recorder = Recorder()
-    quiet_trainer(max_epochs=3, gradient_accumulation_steps=2, callbacks=[recorder]).fit(Line(), loader(floats(range(8)), 1))
+    quiet_trainer(max_epochs=3, gradient_accumulation_steps=2, callbacks=[recorder]).fit(
+        Line(), loader(floats(range(8)), 1)
+    )
     assert recorder.epoch_steps == [4, 8, 12]
     assert recorder.batch_steps == [step for step in range(12) for _ in range(2)]
 
@@ -228,7 +230,9 @@ def test_validation_in_every_second_epoch() -> None:
 
 def test_save_points_are_boundaries_and_come_once() -> None:
     recorder = Recorder()
-    quiet_trainer(max_epochs=2, gradient_accumulation_steps=2, callbacks=[recorder]).fit(Line(), loader(floats(range(5)), 1))
+    quiet_trainer(max_epochs=2, gradient_accumulation_steps=2, callbacks=[recorder]).fit(
+        Line(), loader(floats(range(5)), 1)
+    )
     assert recorder.saved_at == [(0, 2, 1), (0, 4, 2), (1, 0, 3), (1, 2, 4), (1, 4, 5), (2, 0, 6)]
 
 
@@ -363,9 +367,9 @@ def test_trainers_of_different_settings_work_one_after_another() -> None:
     for precision, accumulation in (("bf16", 2), ("no", 1), ("bf16", 1)):
         task = Net().float()
         data = [(x.float(), y) for x, y in classes(8)]
-        result = quiet_trainer(
-            max_epochs=1, mixed_precision=precision, gradient_accumulation_steps=accumulation
-        ).fit(task, loader(data, 4))
+        result = quiet_trainer(max_epochs=1, mixed_precision=precision, gradient_accumulation_steps=accumulation).fit(
+            task, loader(data, 4)
+        )
         assert result.global_step == 2 // accumulation
 
 
@@ -412,7 +416,9 @@ class Backbone(VisionTask):
         self.modes: list[tuple[bool, ...]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.modes.append((self.backbone.training, self.backbone[2].training, self.head.training, self.head[1].training))
+        self.modes.append(
+            (self.backbone.training, self.backbone[2].training, self.head.training, self.head[1].training)
+        )
         return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

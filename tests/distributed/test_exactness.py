@@ -96,7 +96,9 @@ class UnevenStream(IterableDataset[Any]):
 def train_on_uneven_streams(accumulation: int) -> Any:
     task = Line()
     data = DataLoader(UnevenStream(), batch_size=1)
-    result = quiet_trainer(max_epochs=2, shard_data=False, gradient_accumulation_steps=accumulation).fit(task, data, data)
+    result = quiet_trainer(max_epochs=2, shard_data=False, gradient_accumulation_steps=accumulation).fit(
+        task, data, data
+    )
     return task.steps, result.global_step, result.metrics, task.batches
 
 
@@ -211,7 +213,9 @@ def stop_on(rank: int, batch: int, accumulation: int) -> Any:
 
 
 @pytest.mark.parametrize(("rank", "batch", "accumulation"), [(1, 3, 1), (0, 3, 1), (1, 2, 4), (1, 9, 1)])
-def test_a_stop_on_one_rank_stops_all_at_the_same_step(two_ranks: Ranks, rank: int, batch: int, accumulation: int) -> None:
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(
+    two_ranks: Ranks, rank: int, batch: int, accumulation: int
+) -> None:
     (step, reason, found), (step_too, reason_too, found_too) = two_ranks(stop_on, rank, batch, accumulation)
     assert step == step_too and torch.equal(found, found_too)
     assert reason == reason_too == f"rank {rank} has enough"
@@ -273,8 +277,13 @@ def raise_in(kind: str, where: str, rank: int, accumulation: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "where", "accumulation"),
-    [("plain", "training", 1), ("plain", "training", 4), ("batch norm", "training", 1), ("batch norm", "training", 3),
-     ("plain", "validation", 1)],
+    [
+        ("plain", "training", 1),
+        ("plain", "training", 4),
+        ("batch norm", "training", 1),
+        ("batch norm", "training", 3),
+        ("plain", "validation", 1),
+    ],
 )
 def test_an_exception_on_one_rank_ends_all_with_its_text(
     two_ranks: Ranks, kind: str, where: str, rank: int, accumulation: int
@@ -319,8 +328,19 @@ def count_collectives(steps: int) -> Any:
     calls: list[str] = []
     names = [
         name
-        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list",
-                     "scatter_object_list", "gather", "reduce", "all_gather_into_tensor", "reduce_scatter")
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "broadcast",
+            "barrier",
+            "all_gather_object",
+            "broadcast_object_list",
+            "scatter_object_list",
+            "gather",
+            "reduce",
+            "all_gather_into_tensor",
+            "reduce_scatter",
+        )
         if hasattr(dist, name)
     ]
     originals = {name: getattr(dist, name) for name in names}
@@ -355,7 +375,9 @@ class Unused(Net):
 
 
 def train_with_a_spare_layer(frozen: bool, find: bool) -> Any:
-    return quiet_trainer(max_epochs=2, find_unused_parameters=find).fit(Unused(frozen), loader(classes(32), 4)).global_step
+    return (
+        quiet_trainer(max_epochs=2, find_unused_parameters=find).fit(Unused(frozen), loader(classes(32), 4)).global_step
+    )
 
 
 def test_a_frozen_spare_layer_works_and_an_unused_one_is_named(two_ranks: Ranks) -> None:
@@ -431,10 +453,65 @@ def dispatched(kind: str, count: int) -> Any:
 @pytest.mark.parametrize("count", [8, 13, 21])
 def test_rank_0_reads_and_deals(two_ranks: Ranks, one_rank: Ranks, count: int) -> None:
     (expected, steps), *_ = one_rank(train, "net", count, 8, 1)
-    (found, global_step, predictions, read), (found_too, _, predictions_too, read_too) = two_ranks(dispatched, "map", count)
+    (found, global_step, predictions, read), (found_too, _, predictions_too, read_too) = two_ranks(
+        dispatched, "map", count
+    )
     assert global_step == steps and read_too == [] and len(read) == 3 * count
     assert torch.allclose(found, expected, rtol=0, atol=1e-12) and torch.equal(found, found_too)
     assert len(predictions) == count and torch.equal(predictions, predictions_too)
     (found, _, predictions, _), (found_too, _, predictions_too, _) = two_ranks(dispatched, "stream", count)
     assert torch.equal(found, found_too)
     assert len(predictions) == count and torch.equal(predictions, predictions_too)
+
+
+def train_with_a_compressing_hook(skip: bool) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
+
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
+    )
+    samples = [(x.float(), y) for x, y in classes(21)]
+    task: Any = (Skips() if skip else Net()).float()
+    task.skipped = (1,)
+    trainer = quiet_trainer(max_epochs=2, cpu=None, accelerator=accelerator)
+    result = trainer.fit(task, loader(samples, 4))
+    again = trainer.fit(task, loader(samples, 4))
+    return weights(task), result.global_step, again.global_step, len(accelerator._models)
+
+
+def test_a_hook_that_compresses_keeps_the_counts_exact(two_ranks: Ranks) -> None:
+    for skip, steps in ((False, 6), (True, 4)):
+        (found, step, again, held), (found_too, *_) = two_ranks(train_with_a_compressing_hook, skip)
+        assert torch.equal(found, found_too) and step == again == steps and held == 0
+
+
+def train_with_a_given_accelerator(**settings: Any) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**settings)])
+    return quiet_trainer(max_epochs=1, cpu=None, accelerator=accelerator).fit(Net(), loader(classes(8))).global_step
+
+
+def test_a_given_accelerator_is_used_and_static_graph_is_refused(two_ranks: Ranks) -> None:
+    assert two_ranks(train_with_a_given_accelerator) == [1, 1]
+    for outcome in two_ranks.outcomes(train_with_a_given_accelerator, static_graph=True):
+        assert outcome.error is not None and "static_graph=True" in outcome.error
+
+
+class Sleeps(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.run.rank == 1 and batch_idx == 1:
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def train_with_a_sleeper() -> None:
+    quiet_trainer(max_epochs=1, timeout=3).fit(Sleeps(), loader(classes(32)))
+
+
+def test_the_timeout_ends_a_rank_whose_peer_does_not_answer(two_ranks: Ranks) -> None:
+    begun = time.monotonic()
+    outcomes = two_ranks.outcomes(train_with_a_sleeper, timeout=25)
+    assert outcomes[0].error is not None and "RuntimeError" in outcomes[0].error
+    assert time.monotonic() - begun < 40
