@@ -424,3 +424,24 @@ def test_a_metric_made_in_setup_is_found() -> None:
     task.late.update(torch.tensor([1]), torch.tensor([1]))
     log.add("val", "late", task.late)
     assert log.epoch_values("val") == {"val/late": 1.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_return_to_their_device(kind: str) -> None:
+    make, data = KINDS[kind]
+    rows = [[data(1, 6), data(2, 3)], [data(3, 2)], []]
+    expected = values_of(make, [batch for row in rows for batch in row], Alone())
+
+    def on_device(part: Any) -> Any:
+        if isinstance(part, list):
+            return [on_device(item) for item in part]
+        return part.cuda() if isinstance(part, Tensor) else part
+
+    def log(rank: ThreadRank) -> dict[str, float]:
+        batches = [tuple(on_device(part) for part in batch) for batch in rows[rank.rank]]
+        return values_of(lambda: make().cuda(), batches, rank, epochs=2)
+
+    found = on_ranks(3, log)
+    assert found[0] == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert repr(found) == repr([found[0]] * 3)

@@ -318,3 +318,20 @@ def test_ranks_that_mean_two_things_by_one_name_all_fail() -> None:
         on_ranks(2, log)
     assert len(caught.value.exceptions) == 2
     assert all("'val/a' in two ways: rank 1 as sum" in str(error) for error in caught.value.exceptions)
+
+
+@pytest.mark.gpu
+def test_logging_never_waits_for_the_device() -> None:
+    log = records()
+    losses = [torch.tensor(value, device="cuda", requires_grad=True) * 2 for value in (1.0, 2.0)]
+    samples = torch.tensor(3, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(300):
+            log.add_loss(losses[i % 2], 4)
+            log.add("train", "a", losses[i % 2], weight=samples, on_epoch=True)
+            log.add("train", "b", losses[i % 2] if i % 3 else 5.0, weight=4, reduce="max")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert log.step_values() == {"train/a": 3.0, "train/b": 5.0, "train/loss": 3.0}
+    assert log.epoch_values("train") == {"train/a_epoch": 3.0, "train/loss_epoch": 3.0}

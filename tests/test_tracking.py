@@ -274,16 +274,17 @@ def test_log_with_takes_names_lists_and_all() -> None:
     assert "tensorboard" in check_log_with("all")
 
 
-def test_accelerate_s_trackers_get_hyper_parameters_values_images_and_the_end(tmp_path: Path) -> None:
-    from accelerate import PartialState
+def memory_tracker() -> Any:
+    """A class of tracker that keeps what it is told."""
     from accelerate.tracking import GeneralTracker
 
     class Memory(GeneralTracker):  # type: ignore[misc]
         name = "memory"
         requires_logging_directory = False
 
-        def __init__(self) -> None:
+        def __init__(self, *place: str) -> None:
             super().__init__()
+            self.place = place
             self.seen: list[Any] = []
 
         @property
@@ -305,8 +306,14 @@ def test_accelerate_s_trackers_get_hyper_parameters_values_images_and_the_end(tm
         def finish(self) -> None:
             self.seen.append("finish")
 
+    return Memory
+
+
+def test_accelerate_s_trackers_get_hyper_parameters_values_images_and_the_end(tmp_path: Path) -> None:
+    from accelerate import PartialState
+
     PartialState(cpu=True)
-    memory = Memory()
+    memory = memory_tracker()()
     tracking = track(tmp_path, {"g": {"h": 1.5}}, log_with=["tensorboard", memory])
     tracking.log({"train/loss": 0.5}, 7, epoch=2)
     tracking.log_images("images", torch.zeros(2, 3, 4, 4), 7)
@@ -320,6 +327,24 @@ def test_accelerate_s_trackers_get_hyper_parameters_values_images_and_the_end(tm
     ]
     assert lines(tmp_path)[0]["train/loss"] == 0.5
     assert events(tmp_path).Scalars("train/loss")[0].value == 0.5
+
+
+@pytest.mark.parametrize("wants_folder", [False, True])
+def test_a_tracker_given_by_name_gets_the_project_and_where_it_asks_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants_folder: bool
+) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    made = memory_tracker()
+    made.requires_logging_directory = wants_folder
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "memory", made)
+    run_dir = tmp_path / "runs" / "first"
+    tracking = track(run_dir, log_with="memory")
+    (tracker,) = tracking.trackers
+    assert tracker.place == (("runs", str(run_dir)) if wants_folder else ("runs",))
+    tracking.close("success")
+    assert tracker.seen == ["start", {}, "finish"]
+    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
