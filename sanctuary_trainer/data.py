@@ -194,19 +194,17 @@ class RankLoader:
     ) -> Generator[Fetched, None, None]:
         ranks = dispatch.world_size
         batches = limit if limit is None or isinstance(self._reader, MapReader) else limit * ranks
-        with closing(self._reader.open(epoch, start_samples, batches)) as read:
-            while True:
-                try:
+        with _telling(dispatch):
+            read = self._reader.open(epoch, start_samples, batches)
+        with closing(read):
+            last = False
+            while not last:
+                with _telling(dispatch):
                     fetched = list(islice(read, ranks))
-                except Exception as error:  # the other ranks wait in scatter and must hear of it
-                    dispatch.scatter([_Dealt(None, error=f"{type(error).__name__}: {error}")] * ranks)
-                    raise
-                round_ = self._round(fetched, ranks)
-                mine: _Dealt = dispatch.scatter(round_)
+                mine: _Dealt = dispatch.scatter(self._round(fetched, ranks))
                 if mine.fetched is not None:
                     yield mine.fetched
-                if mine.last:
-                    return
+                last = mine.last
 
     def _round(self, fetched: list[Fetched], ranks: int) -> list[_Dealt]:
         """Make one round of what was read for it, which at the end of the data is less than one batch per rank."""
@@ -245,8 +243,7 @@ class _BatchesReader(Reader):
                 "object whose __iter__ begins anew."
             )
         self._read_before = True
-        for each in self._parts():
-            set_epoch(each, epoch)
+        set_epoch(self._parts(), epoch)
         return self._read(epoch, limit)
 
     def close(self) -> None:
@@ -310,6 +307,16 @@ class _BatchesReader(Reader):
             )
 
 
+@contextmanager
+def _telling(dispatch: Dispatcher) -> Iterator[None]:
+    """Tell the other ranks, which wait for what rank 0 reads, that it failed."""
+    try:
+        yield
+    except Exception as error:
+        dispatch.scatter([_Dealt(None, error=f"{type(error).__name__}: {error}")] * dispatch.world_size)
+        raise
+
+
 def _receive(dispatch: Dispatcher) -> Iterator[Fetched]:
     while True:
         dealt: _Dealt = dispatch.scatter(None)
@@ -324,7 +331,8 @@ def _receive(dispatch: Dispatcher) -> Iterator[Fetched]:
 def _source(loader: Any, name: str) -> Source | None:
     """Take a DataLoader apart; None for other iterables of batches."""
     accelerates: Any = sys.modules.get("accelerate.data_loader")
-    if accelerates is not None and issubclass(type(loader), accelerates.DataLoaderAdapter):
+    prepared = accelerates is not None and issubclass(type(loader), accelerates.DataLoaderAdapter)
+    if prepared:
         if getattr(loader, "split_batches", False) or getattr(loader, "skip_batches", 0):
             raise _not_undone(name)
         loader = loader.base_dataloader
@@ -351,13 +359,17 @@ def _source(loader: Any, name: str) -> Source | None:
         return replace(source, dataset=shard.dataset, batch_size=shard.batch_size, drop_last=shard.drop_last)
     if isinstance(source.dataset, IterableDataset):
         return source
-    return replace(source, sampler=_whole(source.sampler, name), batch_sampler=_whole(source.batch_sampler, name))
+    return replace(
+        source,
+        sampler=_whole(source.sampler, name, prepared),
+        batch_sampler=_whole(source.batch_sampler, name, prepared),
+    )
 
 
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 
 
-def _whole(sampler: Any, name: str) -> Any:
+def _whole(sampler: Any, name: str, prepared: bool) -> Any:
     """Undo the sharding that accelerate or a DistributedSampler laid over a sampler of the whole data."""
     accelerates: Any = sys.modules.get("accelerate.data_loader")
     if accelerates is not None and isinstance(sampler, accelerates.SkipBatchSampler):
@@ -365,13 +377,14 @@ def _whole(sampler: Any, name: str) -> Any:
     if accelerates is not None and isinstance(sampler, accelerates.BatchSamplerShard):
         if sampler.split_batches:
             raise _not_undone(name)
-        return _whole(sampler.batch_sampler, name)
-    if accelerates is not None and isinstance(sampler, accelerates.SeedableRandomSampler):
-        return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)  # its seed differs by rank
+        return _whole(sampler.batch_sampler, name, prepared)
+    if prepared and isinstance(sampler, RandomSampler):
+        # Without its generator (or SeedableRandomSampler's seed): accelerate seeds it anew on each rank.
+        return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
     if type(sampler) is DistributedSampler:
         return DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
     if type(sampler) is BatchSampler:
-        inner = _whole(sampler.sampler, name)
+        inner = _whole(sampler.sampler, name, prepared)
         return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
     return sampler
 
@@ -391,7 +404,7 @@ def _not_undone(name: str) -> DataError:
 def _check_iterable(loader: Any, name: str) -> None:
     if isinstance(loader, str | bytes | Mapping | torch.Tensor) or not isinstance(loader, Iterable):
         advice = " Wrap the data set: DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
+        kind = type(loader).__name__
         raise DataError(
-            f"The {name} loader is a {type(loader).__name__}; expected a torch DataLoader or an iterable of batches."
-            + advice
+            f"The {name} loader is a {kind}; expected a torch DataLoader or an iterable of batches.{advice}"
         )

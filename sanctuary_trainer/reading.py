@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -27,9 +28,11 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     default_collate,
     get_worker_info,
@@ -37,7 +40,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from .errors import DataError, NotSupportedError
-from .seeding import BATCH, ORDER, READ, WORKERS, Generators, datasets_within, may_draw, mix
+from .seeding import BATCH, ORDER, READ, WORKERS, Generators, held_by, may_draw, mix
 
 NONE: Any = object()  # what next() gives after the end
 _FOR_EVER = (1 << 63) - 1
@@ -53,9 +56,8 @@ class Places(NamedTuple):
 
     def keys(self) -> list[tuple[int, ...]]:
         """What to sort by: (position,), or for a stream (batch, worker, place in the batch)."""
-        keys: list[tuple[int, ...]]
         if self.worker is None:
-            keys = [(position,) for position in self.positions]
+            keys: list[tuple[int, ...]] = [(position,) for position in self.positions]
         else:
             keys = [(p // self.batch_size, self.worker, p % self.batch_size) for p in self.positions]
         return keys if self.rank is None else [(*key, self.rank) for key in keys]
@@ -134,15 +136,12 @@ class Source:
     name: str
 
     def samplers(self) -> list[Any]:
-        """The samplers at work, the outermost first, also those that a custom one holds in an attribute."""
-        found: list[Any] = []
-        queue = [self.sampler if self.batch_sampler is None else self.batch_sampler]
-        while queue:
-            sampler = queue.pop(0)
-            if not any(sampler is other for other in found):
-                found.append(sampler)
-                queue += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
-        return found
+        """The samplers at work, the outermost first."""
+        return held_by(self.sampler if self.batch_sampler is None else self.batch_sampler, Sampler)
+
+    def datasets(self) -> list[Any]:
+        """The data set, and those that it holds."""
+        return held_by(self.dataset, Dataset)
 
 
 class Reader(ABC):
@@ -237,7 +236,8 @@ class _Fetch:
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool) -> None:
         self.dataset, self._collate, self._single = dataset, collate, single
-        self._generators = Generators(datasets_within(dataset))
+        self._datasets = held_by(dataset, Dataset)
+        self._generators = Generators(self._datasets)
         self._epoch: int | None = None
 
     def __getitems__(self, indices: _Indices) -> _Indices:
@@ -248,7 +248,7 @@ class _Fetch:
         if indices.epoch != self._epoch:
             self._epoch = indices.epoch
             if get_worker_info() is not None:  # the main process has told its own copy already
-                set_epoch(dataset, indices.epoch)
+                set_epoch(self._datasets, indices.epoch)
         with self._generators.seeded(indices.seed):
             if self._single:
                 return self._collate(dataset[indices[0]])
@@ -265,6 +265,8 @@ class _Lists:
     def __iter__(self) -> Iterator[Any]:
         return self.begin()
 
+
+_Take = Callable[[int], list[Any]]  # gives the next n entries of an order, fewer at its end
 
 # What one rank gets in one round, before it is fetched: the keys that the loader fetches (None when there is nothing
 # for this rank), then the fields of Fetched after the batch. A plain tuple: one is made for every training batch.
@@ -323,7 +325,7 @@ class MapReader(Reader):
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         if start_samples and not self.sized:
             raise no_position(self._source.name, start_samples, "the number of its samples is not known")
-        set_epoch(self._source.dataset, epoch)
+        set_epoch(self._source.datasets(), epoch)
         take = self._draw(0 if self._fixed else epoch)
         send = self._send(take, epoch, start_samples, limit)
         self._lists.begin = lambda: send
@@ -358,31 +360,25 @@ class MapReader(Reader):
             number += self._part.ranks
             chunk = []
 
-    def _draw(self, epoch: int) -> Callable[[int], list[Any]]:
-        """Draw the order of one epoch: a function that gives the next n entries of it, fewer at its end."""
+    def _draw(self, epoch: int) -> _Take:
+        """Draw the order of one epoch."""
         sampler, entries = self._sampler, length(self._sampler)
         owners = self._source.samplers()
-        for owner in owners:
-            set_epoch(owner, epoch)
+        set_epoch(owners, epoch)
+        if entries is not None and type(sampler) in (SequentialSampler, range):
+            return _taking(range(entries))  # not a list: there may be 1e9
         generators = Generators(owners, resumable=True).seeded(mix(ORDER, self._seed, epoch))
         with generators:
             order = iter(sampler)
             drawn = [] if entries is None else list(islice(order, entries))
             more = entries is not None and next(order, NONE) is not NONE
-        if entries is None:
-
-            def take_drawing(n: int) -> list[Any]:
-                with generators:
-                    return list(islice(order, n))
-
-            return take_drawing
-        self._check_length(entries, len(drawn), more)
-        taken = 0
+        if entries is not None:
+            self._check_length(entries, len(drawn), more)
+            return _taking(drawn)
 
         def take(n: int) -> list[Any]:
-            nonlocal taken
-            taken += n
-            return drawn[taken - n : taken]
+            with generators:
+                return list(islice(order, n))
 
         return take
 
@@ -397,7 +393,7 @@ class MapReader(Reader):
         if more:
             warn(f"{sampler} gives more than its length {entries}; an epoch ends there.", stacklevel=2)
 
-    def _skip(self, take: Callable[[int], list[Any]], start: int) -> tuple[int, int, list[Any]]:
+    def _skip(self, take: _Take, start: int) -> tuple[int, int, list[Any]]:
         """Leave out the samples that are used up.
 
         Returns:
@@ -463,18 +459,17 @@ class Stream(IterableDataset[tuple[int, int, int, Any]]):
         self.dataset, self._collate = source.dataset, source.collate
         self._batch_size, self._drops = source.batch_size, source.drop_last
         self._part, self._seed = part, seed
-        self._generators = Generators(datasets_within(source.dataset))
+        self.datasets = source.datasets()
+        self._generators = Generators(self.datasets)
         # Shared memory: persistent workers hold a copy of this object from an earlier epoch.
-        self.epoch_and_limit = torch.zeros(2, dtype=torch.int64)
-        if source.options["num_workers"]:
-            self.epoch_and_limit.share_memory_()
+        self.epoch_and_limit = RawArray("q", 2)
 
     def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
         part, info = self._part, get_worker_info()
         worker = 0 if info is None else info.id
-        epoch, limit = self.epoch_and_limit.tolist()
+        epoch, limit = self.epoch_and_limit
         if info is not None:  # the main process has told its own copy already
-            set_epoch(self.dataset, epoch)
+            set_epoch(self.datasets, epoch)
         ranks, mine = part.dealt, part.share_of(part.rank)
         per_round = ranks * (self._batch_size or 1)
         samples: Iterator[Any] | None = None
@@ -535,8 +530,8 @@ class StreamReader(Reader):
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         if start_samples:
             raise no_position(self._source.name, start_samples, "it is a stream, which can only be read from its start")
-        set_epoch(self._source.dataset, epoch)
-        self._stream.epoch_and_limit.copy_(torch.tensor([epoch, _FOR_EVER if limit is None else limit]))
+        set_epoch(self._stream.datasets, epoch)
+        self._stream.epoch_and_limit[:] = [epoch, _FOR_EVER if limit is None else limit]
         return self._read(epoch, limit)
 
     def close(self) -> None:
@@ -551,6 +546,17 @@ class StreamReader(Reader):
                 yield Fetched(batch, None, places, size, size if part.ranks == 1 else None)
 
 
+def _taking(entries: Sequence[Any]) -> _Take:
+    taken = 0
+
+    def take(n: int) -> list[Any]:
+        nonlocal taken
+        taken += n
+        return list(entries[taken - n : taken])
+
+    return take
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
 
@@ -563,11 +569,12 @@ def length(sized: Any) -> int | None:
         return None
 
 
-def set_epoch(target: Any, epoch: int) -> None:
-    """Tell a sampler or data set the epoch, where it wants to know."""
-    tell = getattr(target, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
+def set_epoch(targets: Iterable[Any], epoch: int) -> None:
+    """Tell samplers and data sets the epoch, where they want to know."""
+    for target in targets:
+        tell = getattr(target, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 def no_position(name: str, start: int, why: str) -> NotSupportedError:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-__all__ = ["BATCH", "ORDER", "READ", "WORKERS", "Generators", "datasets_within", "may_draw", "mix"]
+__all__ = ["BATCH", "ORDER", "READ", "WORKERS", "Generators", "held_by", "may_draw", "mix"]
 
 ORDER, BATCH, READ, WORKERS = range(4)  # the first argument of `mix`: what is drawn
 
@@ -169,15 +169,15 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     return type(dataset) is not TensorDataset
 
 
-def datasets_within(dataset: Any) -> list[Any]:
-    """List a data set and those that it holds in attributes: Subset's, ConcatDataset's, a custom one's."""
+def held_by(root: Any, kind: type) -> list[Any]:
+    """List an object and those of a kind that it holds in attributes, as Subset and BatchSampler do, each once."""
     found: list[Any] = []
-    queue = [dataset]
+    queue = [root]
     while queue:
         each = queue.pop(0)
         if not any(each is other for other in found):
             found.append(each)
-            queue += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, Dataset)]
             parts = getattr(each, "datasets", ())
-            queue += parts if isinstance(parts, list | tuple) else ()
+            held = [*getattr(each, "__dict__", {}).values(), *(parts if isinstance(parts, list | tuple) else ())]
+            queue += [value for value in held if isinstance(value, kind)]
     return found
