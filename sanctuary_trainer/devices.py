@@ -104,8 +104,8 @@ class Devices:
         handler = accelerator.ddp_handler
         if handler is not None and handler.static_graph:
             raise NotSupportedError(
-                "The given accelerator sets static_graph=True: DDP then fails in a first window of several batches, and "
-                "a rank that has nothing to give could not join. Leave it out."
+                "The given accelerator sets static_graph=True: DDP then fails in a first window of several batches, "
+                "and a rank that has nothing to give could not join. Leave it out."
             )
         # A hook that sends gradients in 16 bits cannot carry counts beside them: 2048 is the most that fp16 counts to.
         self.compresses = handler is not None and handler.comm_hook.value != "no"
@@ -114,7 +114,7 @@ class Devices:
             raise NotSupportedError(f"accelerate runs as {kind}, which this version does not support; use DDP.")
         self.accelerator = accelerator
         device: torch.device = accelerator.device
-        self.device = torch.device("cpu") if device.type == "cpu" else device  # accelerate says cpu:0 on several ranks
+        self.device = torch.device("cpu") if device.type == "cpu" else device  # not cpu:0
         self.rank: int = accelerator.process_index
         self.local_rank: int = accelerator.local_process_index
         self.world_size: int = accelerator.num_processes

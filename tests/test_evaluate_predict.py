@@ -336,7 +336,7 @@ def test_hyperparameters_are_found_without_effort() -> None:
     class Many(Net):
         def __init__(self, a: int, *rest: int, b: Any = (1, [2]), model: Any = None, **others: Any) -> None:
             super().__init__()
-            b = "changed"
+            b = "changed"  # noqa: F841 - what was given counts, not what became of it
             self.save_hyperparameters()
 
     class Less(Net):
