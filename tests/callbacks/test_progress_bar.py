@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from sanctuary_trainer.callback import Callbacks, get_callback
 from sanctuary_trainer.callbacks import ProgressBar
 from sanctuary_trainer.state import RunState
+from tests.small_tasks import Line, NumberStream, floats, quiet_trainer
 
 
 def new_run(verb: str = "fit", **attributes: Any) -> Any:
@@ -271,9 +273,7 @@ def test_a_bar_of_somebody_else_has_a_line_of_its_own(open_terminal: OpenTermina
 
     fit(ProgressBar(refresh_seconds=0), new_run(), epochs=1, between=download)
     shown = screen(terminal.close())
-    assert [line[:11] for line in shown if "100%" in line] == ["epoch 1/2: ", "theirs: 100"] or [
-        line[:11] for line in shown if "100%" in line
-    ] == ["theirs: 100", "epoch 1/2: "]
+    assert sorted(line[:11] for line in shown if "100%" in line) == ["epoch 1/2: ", "theirs: 100"]
 
 
 def test_a_failing_run_leaves_a_whole_line_behind(open_terminal: OpenTerminal) -> None:
@@ -406,6 +406,30 @@ def test_an_unknown_total_is_fine_in_every_verb(open_log_file: OpenLogFile, verb
     hooks.teardown(run)
     (line,) = lines_of(log_file)
     assert re.fullmatch(rf"{verb}: 4 batches, 00:00, [\de.+]+ batches/s", line)
+
+
+@pytest.mark.parametrize(("limits", "steps"), [({}, 3), ({"limit_train_batches": 5, "limit_val_batches": 2}, 2)])
+def test_a_loader_without_length_goes_through_every_verb(
+    open_log_file: OpenLogFile, limits: dict[str, int], steps: int
+) -> None:
+    log_file = open_log_file()
+    stream = DataLoader(NumberStream(floats(range(10))), batch_size=1)
+    trainer = quiet_trainer(
+        max_epochs=1, gradient_accumulation_steps=4, callbacks=[ProgressBar()], num_sanity_val_steps=2, **limits
+    )
+    assert trainer.fit(Line(), stream, stream).global_step == steps  # the short window at the end is a step too
+    trainer.validate(Line(), stream)
+    trainer.test(Line(), stream)
+    trainer.predict(Line(), stream)
+    lines = lines_of(log_file)
+    assert not any("nan" in line or "None" in line for line in lines)
+    rounds = [re.findall(r"^(.+?): (?:\d+%, )?([\d/]+) batches,", line)[0] for line in lines]
+    assert rounds[-4][0] == "epoch 1/1" and rounds[-4][1] in (("5", "5/5") if limits else ("10",))
+    assert rounds[-3:] == [
+        ("val", "2/2" if limits else "10"),
+        ("test", "10"),
+        ("predict", "10"),
+    ]
 
 
 def test_a_run_that_stops_before_the_known_end_shows_where(open_terminal: OpenTerminal) -> None:
