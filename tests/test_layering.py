@@ -35,6 +35,7 @@ ROOMS = {
     "task": 250,
     "plan": 150,
     "optimization": 150,
+    "event_file": 100,
     "tracking": 150,
     "recovery": 300,
     "executor": 150,
@@ -49,7 +50,14 @@ ROOMS = {
     "__main__": 20,
 }
 # A module may be half as long again as it is meant to be; more needs a reason here.
-LONGER: dict[str, tuple[int, str]] = {}
+LONGER: dict[str, tuple[int, str]] = {
+    "executor": (330, "also reads what a training step may return, and ends a window late on an accelerator"),
+    "optimization": (280, "every form that configure_optimizers may return, each mistake with its own message"),
+    "reading": (620, "three kinds of data, each with its order, its dealing and its seeds"),
+    "run": (370, "the documented face of a run: more docstring than code"),
+    "task": (390, "what a user overrides, documented method by method, and a task's weights on disk"),
+    "trainer": (560, "forty documented settings, and what each verb builds and takes apart"),
+}
 # Rooms that later issues open: nothing is missing while they are not there.
 NOT_YET = {"checkpointing"}
 
