@@ -172,6 +172,8 @@ def _holds_samples(node: Any) -> bool:
         if len(ndims) > 1:
             return False
         return ndims == {0} or len(firsts) > 1 or (ndims == {3} and firsts <= set(_IMAGE_CHANNELS))
+    if not isinstance(node, list) and len({isinstance(element, Mapping) for element in node}) > 1:
+        return False  # (inputs, "note"): fields of different kinds
     return all(_is_one_sample(element, type(node) is list) for element in node)
 
 

@@ -1,6 +1,6 @@
 """One batch: forward, backward, gradient sync. `run.execute(batch, sync)` is this, unless a callback wraps it.
 
-    window = executor.begin(expected)            expected: samples of the window over all ranks, alike on all ranks
+    executor.begin(), executor.expect(samples)   the samples of the window over all ranks, alike on all ranks
       execute(batch, sync) for each batch        sync on the window's last batch of this rank only
         training_step under autocast             -> loss, weight n
         backward of loss x n x ranks / expected  (DDP averages over the ranks, hence x ranks)
@@ -14,7 +14,6 @@ where a communication hook compresses the gradients, the sums take an all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,15 +22,11 @@ import torch
 from torch import nn
 
 from sanctuary_trainer.devices import Devices
+from sanctuary_trainer.dispatch import NOTHING, Dispatch
 from sanctuary_trainer.errors import TaskError
-from sanctuary_trainer.recovery import zero_loss
 
 if TYPE_CHECKING:
     from sanctuary_trainer.task import VisionTask
-
-# What rides: the weight, samples and batches of this rank in the window, and how many ranks say each of these.
-RIDE = ("weight", "samples", "batches", "more", "stop", "failed")
-_NOTHING = [0.0] * len(RIDE)
 
 
 class Window(NamedTuple):
@@ -56,110 +51,6 @@ class Window(NamedTuple):
     failed: bool
 
 
-class Dispatch(nn.Module):
-    """What DDP wraps: calls a step of the task and returns what backward starts from."""
-
-    ride: nn.Parameter | None
-
-    def __init__(self, task: nn.Module, *, joins: bool, rides: bool) -> None:
-        super().__init__()
-        self.task = task
-        trainable = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        self.trainable = trainable
-        self.joins = joins
-        if rides:
-            # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
-            kind = torch.float64 if trainable[0].dtype == torch.float64 else torch.float32
-            self.ride = nn.Parameter(torch.zeros(len(RIDE), dtype=kind, device=trainable[0].device))
-        else:
-            self.ride = None
-
-    def without_gradient(self) -> list[str]:
-        """The names of the trainable parameters that have no gradient."""
-        return [name for name, p in self.task.named_parameters() if p.requires_grad and p.grad is None]
-
-    def forward(
-        self, step: Callable[[], Any] | None, size: float, share: float, carried: list[float]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float | torch.Tensor]:
-        """Run `step` and weigh its loss.
-
-        Args:
-            step: the task's step with its batch bound; None to join with zeros.
-            size: samples of the batch, the weight unless the step gives another.
-            share: expected samples of the window / ranks: what a loss x weight is divided by.
-            carried: what this rank tells the others with this batch, in the order of `RIDE`; its weight is put in here.
-
-        Returns:
-            scaled loss, the ride's term, the loss as the user returned it (detached), its weight. Without a step, or
-            when the batch is left out, the losses are None and the weight is 0.
-        """
-        loss, weight = (None, 0.0) if step is None else read_output(step(), size)
-        scaled: torch.Tensor | None = None
-        if loss is not None:
-            if isinstance(weight, torch.Tensor):
-                # `where` and not a product: a mean over nothing is NaN, and NaN x 0 is NaN.
-                scaled = torch.where(weight > 0, loss * (weight / share), 0.0)
-            else:
-                divisor = share / weight
-                scaled = loss if divisor == 1.0 else loss / divisor
-        if scaled is None and self.joins:
-            scaled = zero_loss(self.trainable)
-        if self.ride is None:
-            return scaled, None, None if loss is None else loss.detach(), weight
-        told = torch.tensor(carried, dtype=self.ride.dtype, device=self.ride.device)
-        told[0] = weight
-        return scaled, (self.ride * told).sum(), None if loss is None else loss.detach(), weight
-
-
-def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float | torch.Tensor]:
-    """The loss and the weight in what `training_step` returned; (None, 0.0) when the batch is left out.
-
-    Raises:
-        TaskError: it is neither a scalar tensor with a graph, nor a dict with "loss", nor None.
-    """
-    weight: float | torch.Tensor = size
-    loss = output
-    if isinstance(output, Mapping):
-        if "loss" not in output:
-            raise TaskError(
-                f'training_step returned a dict with the keys {sorted(map(str, output))}; the key "loss" is missing.'
-            )
-        loss = output["loss"]
-        given = output.get("weight")
-        if given is not None:
-            weight = given.detach() if isinstance(given, torch.Tensor) else float(given)
-    if loss is None:
-        return None, 0.0
-    if not isinstance(loss, torch.Tensor):
-        raise TaskError(
-            f"training_step returned {type(loss).__name__}; a scalar loss tensor, "
-            '{"loss": loss, "weight": n} or None was expected.'
-        )
-    if loss.numel() != 1:
-        raise TaskError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number, e.g. .mean()."
-        )
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            raise TaskError(f"training_step returned a weight of shape {tuple(weight.shape)}; one number was expected.")
-        weight = weight.reshape(())
-        if weight.device.type == "cpu":
-            weight = float(weight)  # costs nothing here, and tells a weight of 0 before the loss is looked at
-        else:
-            weight = weight.to(loss.device)
-    if isinstance(weight, float):
-        if not weight >= 0.0 or weight == float("inf"):
-            raise TaskError(f"training_step returned weight={weight}; a finite number of at least 0 was expected.")
-        if weight == 0.0:
-            return None, 0.0
-    if not loss.requires_grad:
-        raise TaskError(
-            "training_step returned a loss without a graph, so nothing can be learned from it. "
-            "Do not detach it or compute it under torch.no_grad(), and check that some parameter requires a gradient."
-        )
-    return loss.reshape(()), weight
-
-
 class Executor:
     """Runs the batches of a window and keeps what its end needs.
 
@@ -180,20 +71,23 @@ class Executor:
         self._samples = 0
         self._batches = 0
         self._entered = False  # whether a forward of this window has begun
-        self._carried = _NOTHING
+        self._carried = NOTHING
         self._checked = devices.world_size == 1
         self._late: tuple[torch.Tensor, torch.Event] | None = None  # on an accelerator: what the window before told
         self._synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
 
-    def begin(self, expected: float) -> None:
-        """Start a window of `expected` samples (over all ranks, and the same number on all ranks)."""
-        self._expected = expected
-        self._share = expected / self.devices.world_size
+    def begin(self) -> None:
+        """Start a window; from here on `fail` can tell the other ranks."""
         self._weights = []
         self._samples = self._batches = 0
         self._entered = False
         self._synced = self.devices.world_size == 1
+
+    def expect(self, samples: float) -> None:
+        """How many samples the window will have over all ranks, the same number on all ranks."""
+        self._expected = samples
+        self._share = samples / self.devices.world_size
 
     def execute(
         self,
@@ -228,7 +122,7 @@ class Executor:
         self._carried = carried
         self._entered = True
         with nullcontext() if sync else self.devices.no_sync(self.module):
-            scaled, ride, loss, weight = self.module(step, size, self._share, carried if sync else _NOTHING)
+            scaled, ride, loss, weight = self.module(step, size, self._share, carried if sync else NOTHING)
             self._weights.append(weight)
             if scaled is not None:
                 if self.devices.scaler is not None:

@@ -6,11 +6,9 @@ only. Callbacks and tasks receive it and use its public attributes.
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,8 @@ from sanctuary_trainer.callback import Callbacks
 from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import Fetched, RankLoader
 from sanctuary_trainer.devices import Devices
-from sanctuary_trainer.executor import Executor
-from sanctuary_trainer.feed import Feed
-from sanctuary_trainer.metrics import metrics_aside
+from sanctuary_trainer.executor import Executor, Window
+from sanctuary_trainer.feed import Feed, limited
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
@@ -124,8 +121,8 @@ class Run:
 
     @property
     def train_rounds(self) -> int | None:
-        """Rounds of a training epoch after limits; None when unknown."""
-        return self.plan.rounds
+        """Rounds of a training epoch after limits, of a stream the limit; None when unknown."""
+        return limited(self.plan.rounds, self.train_limit)
 
     @property
     def max_epochs(self) -> int | None:
@@ -278,8 +275,18 @@ class Run:
 
     _trained = 0
 
-    def count(self, rounds: int, samples: int) -> None:
-        """A window is done."""
+    def count(self, rounds: int, samples: int, window: Window) -> None:
+        """A window is done.
+
+        Args:
+            rounds: its rounds on this rank.
+            samples: its samples over all ranks as the sampler knows them; 0 when it does not.
+            window: what the ranks told each other, which counts where the sampler does not know.
+        """
+        assert self.train_loader is not None
+        if not self.train_loader.sized:  # alike on all ranks, also where one's stream has ended
+            rounds = -(-window.batches // self.world_size)
+        samples = samples or window.samples
         self.state.batch += rounds
         self.state.samples += samples
         self._trained += samples
@@ -309,52 +316,35 @@ class Run:
         """The values of the evaluation loader that was just read, over all ranks."""
         return self.records.epoch_values(self._prefix)
 
-    @contextmanager
-    def evaluating(self, stage: str) -> Iterator[None]:
-        """Evaluation's surroundings: every module's mode, the generators and the metrics of training are put back.
+    def expected_samples(self, first: Fetched | None) -> float:
+        """The samples of the coming window over all ranks, as far as they are known before it: alike on all ranks.
 
-        The modules are in eval mode and no gradients are kept inside.
+        What is off here is put right by one factor after the window, so a guess costs exactness nothing.
+
+        Args:
+            first: this rank's first round of the window; None when it has none.
         """
-        former, self.stage = self.stage, stage
-        modes = [(module, module.training) for module in self.task.modules()]
-        generators = random.getstate(), torch.get_rng_state(), _cuda_states(self.device), _numpy_state()
-        self.devices.broadcast_buffers(self.task)
-        paused = time.perf_counter()
-        try:
-            with metrics_aside(self.task), torch.no_grad(), self.devices.autocast():
-                self.task.eval()
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            random.setstate(generators[0])
-            torch.set_rng_state(generators[1])
-            if generators[2] is not None:
-                torch.cuda.set_rng_state(generators[2], self.device)
-            if generators[3] is not None:
-                import numpy
+        loader, plan, ranks = self.train_loader, self.plan, self.world_size
+        assert loader is not None
+        rounds, batch_size = plan.accumulation, loader.batch_size
+        if loader.sized and plan.rounds is not None:
+            rounds = min(rounds, plan.rounds - self.state.batch)
+        if loader.sized and batch_size is not None and loader.num_samples is not None:
+            return min(rounds * ranks * batch_size, loader.num_samples - self.state.samples)
+        if first is not None and first.total is not None:
+            return rounds * first.total
+        if ranks == 1 and first is not None:
+            return rounds * (first.size or self.task.batch_size(first.batch) or 1)
+        return rounds * ranks * (batch_size or 1)
 
-                numpy.random.set_state(generators[3])
-            self.end_batch()
-            self.loader_name = ""
-            self.stage = former
-            since, samples = self._throughput
-            self._throughput = (since + time.perf_counter() - paused, samples)  # training's speed, without this
-            self.clock.start()
+    def pause_throughput(self, seconds: float) -> None:
+        """Leave time that was not spent on training out of its speed."""
+        since, samples = self._throughput
+        self._throughput = (since + seconds, samples)
+        self.clock.start()
 
 
 def _no_adaptation() -> Any:
     from sanctuary_trainer.task import VisionTask
 
     return VisionTask.on_after_batch_to_device
-
-
-def _cuda_states(device: torch.device) -> torch.Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _numpy_state() -> Any:
-    import sys
-
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()

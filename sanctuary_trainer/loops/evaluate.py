@@ -12,9 +12,17 @@ no batch.
 
 from __future__ import annotations
 
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sanctuary_trainer.feed import limited
+from sanctuary_trainer.metrics import metrics_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +44,7 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
     """
     step = run.task.test_step if stage == "test" else run.task.validation_step
     metrics: dict[str, float] = {}
-    with run.evaluating(stage):
+    with evaluating(run, stage):
         run.callbacks.on_evaluation_start(run, stage)
         for name, loader in run.evaluation_loaders.items():
             run.loader_name = name
@@ -88,3 +96,35 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
     finally:
         if feed is not None:
             feed.close()
+
+
+@contextmanager
+def evaluating(run: Run, stage: str) -> Iterator[None]:
+    """Evaluation's surroundings: modules in eval mode, no gradients, rank 0's buffers on every rank.
+
+    Afterwards, also after an exception, every module's own mode, the generators and training's metrics are as before.
+    """
+    former, run.stage = run.stage, stage
+    modes = [(module, module.training) for module in run.task.modules()]
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    cuda_state = torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None
+    begun = time.perf_counter()
+    run.devices.broadcast_buffers(run.task)
+    try:
+        with metrics_aside(run.task, leave_no_trace=stage == "sanity"), torch.no_grad(), run.devices.autocast():
+            run.task.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, run.device)
+        run.end_batch()
+        run.loader_name, run.stage = "", former
+        run.pause_throughput(time.perf_counter() - begun)

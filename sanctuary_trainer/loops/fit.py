@@ -13,13 +13,13 @@ while nothing ends the run
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from sanctuary_trainer.errors import DataError
 from sanctuary_trainer.loops.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from sanctuary_trainer.data import Fetched
     from sanctuary_trainer.executor import Executor, Window
     from sanctuary_trainer.feed import Feed
     from sanctuary_trainer.run import Run
@@ -32,49 +32,48 @@ def fit(run: Run) -> None:
     if run.plan.validates and sanity:
         evaluate(run, "sanity", limit=sanity)
     run.state.stop_reason = run.plan.finished(run.state)
-    while run.state.stop_reason is None:
-        train_epoch(run)
+    try:
+        while run.state.stop_reason is None:
+            train_epoch(run)
+    except Exception as error:  # where steps are run: the other ranks must hear of it
+        if run.executor is not None:
+            run.executor.fail(error)
+        raise
 
 
 def train_epoch(run: Run) -> None:
     """Train to the end of the running epoch, or to the end of the run if that comes first."""
     state, plan, loader, executor = run.state, run.plan, run.train_loader, run.executor
     assert loader is not None and executor is not None
+    executor.begin()
     if state.batch == 0:
         run.callbacks.on_train_epoch_start(run)
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
     limit = plan.rounds_left(state) if loader.sized else run.train_limit
-    feed = run.feed(loader, start_samples=state.samples, limit=limit)
-    others_have_more = not loader.sized  # of a stream the first window tells
-    try:
-        while (feed.more or others_have_more) and state.stop_reason is None:
-            try:
-                window = train_window(run, feed, executor)
-            except Exception as error:  # where a step is run: the other ranks must hear of it
-                executor.fail(error)
-                raise
+    with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
+        goes_on = feed.more or not loader.sized  # of a stream the first window tells
+        while goes_on and state.stop_reason is None:
+            window = train_window(run, feed, executor)
             if window.failed:
                 run.devices.raise_together(None)
-            others_have_more = window.more
-            train_step(run, window, epoch_ends=not (feed.more or others_have_more))
-    finally:
-        feed.close()
-    if state.batch == plan.rounds if loader.sized else not (feed.more or others_have_more):
+            goes_on = feed.more or window.more
+            train_step(run, window, epoch_ends=not goes_on)
+    if state.batch == plan.rounds if loader.sized else not goes_on:
         end_epoch(run)
 
 
 def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     """Forward and backward of the rounds of one window; a rank without batches joins with zeros."""
-    clock, hooks, rounds, samples, begun = run.clock, run.callbacks, 0, 0, False
+    clock, hooks, rounds, samples = run.clock, run.callbacks, 0, 0
+    executor.begin()
     for index in range(run.plan.accumulation):
         if not feed.more:
             break
         clock.start()
         fetched = feed.take()
         clock.lap("data")
-        if not begun:
-            begun = True
-            executor.begin(expected_samples(run, fetched))
+        if index == 0:
+            executor.expect(run.expected_samples(fetched))
         rounds += 1
         samples += fetched.total or 0
         if fetched.batch is None:
@@ -90,14 +89,11 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         hooks.on_train_batch_end(run, fetched.batch, batch_idx, None if result is None else result[0])
         clock.lap("callbacks")
     run.end_batch()
-    if not begun:
-        executor.begin(expected_samples(run, None))
+    if not rounds:
+        executor.expect(run.expected_samples(None))
     executor.join(more=feed.more, stop=run.wants_stop)
-    known = run.train_loader is not None and run.train_loader.sized
-    window = executor.finish(late=known and samples > 0)
-    if not known:
-        rounds = max(rounds, -(-window.batches // run.world_size))
-    run.count(rounds, samples or window.samples)
+    window = executor.finish(late=samples > 0 and feed.rounds is not None)
+    run.count(rounds, samples, window)
     return window
 
 
@@ -105,6 +101,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     """The optimizers' step that ends a window, and what falls on it."""
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
+    made = False
     if window.updates:
         optimization.average(window.factor)
         hooks.on_before_optimizer_step(run)
@@ -113,7 +110,6 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
         run.clock.lap("optimizer")
     else:
         optimization.zero_grad()
-        made = False
     if made:
         state.global_step += 1
         hooks.on_train_step_end(run)
@@ -135,9 +131,7 @@ def end_epoch(run: Run) -> None:
     state, plan, optimization = run.state, run.plan, run.optimization
     assert optimization is not None
     if state.batch == 0:
-        raise DataError(
-            "The training loader gave no batch on any rank; nothing was trained. Check the data set and its length."
-        )
+        raise DataError("The training loader gave no batch on any rank; nothing was trained. Check the data set.")
     values = run.records.epoch_values("train")
     run.publish(values)
     optimization.new_values(values)
@@ -152,23 +146,3 @@ def end_epoch(run: Run) -> None:
     run.settle_stop()
     state.stop_reason = state.stop_reason or plan.finished(state)
     run.callbacks.on_save_point(run)
-
-
-def expected_samples(run: Run, first: Fetched | None) -> float:
-    """The samples of the coming window over all ranks, as far as they are known before it: the same on all ranks.
-
-    What is off here is put right by one factor after the window, so a guess costs exactness nothing.
-    """
-    loader, plan = run.train_loader, run.plan
-    assert loader is not None
-    ranks, batch_size = run.world_size, loader.batch_size
-    rounds = plan.accumulation
-    if loader.sized and plan.rounds is not None:
-        rounds = min(rounds, plan.rounds - run.state.batch)
-    if loader.sized and batch_size is not None and loader.num_samples is not None:
-        return min(rounds * ranks * batch_size, loader.num_samples - run.state.samples)
-    if first is not None and first.total is not None:
-        return rounds * first.total
-    if ranks == 1 and first is not None:
-        return rounds * (first.size or run.task.batch_size(first.batch) or 1)
-    return rounds * ranks * (batch_size or 1)

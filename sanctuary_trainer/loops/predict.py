@@ -18,7 +18,7 @@ import torch
 from sanctuary_trainer.batch import to_samples
 from sanctuary_trainer.checkpointing import decode, encode, read_tensors, write_tensors
 from sanctuary_trainer.errors import DataError, RunFolderError
-from sanctuary_trainer.loops.evaluate import walk
+from sanctuary_trainer.loops.evaluate import evaluating, walk
 
 if TYPE_CHECKING:
     from sanctuary_trainer.data import Fetched, RankLoader
@@ -70,7 +70,7 @@ def predict(
         else:
             kept.append((keys, size, samples if run.world_size == 1 else outputs))
 
-    with run.evaluating("predict"):
+    with evaluating(run, "predict"):
         walk(run, loader, limit, one)
     if writer is not None:
         writer.write()

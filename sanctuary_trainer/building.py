@@ -1,0 +1,266 @@
+"""What a verb builds before its loop: loaders, plan, run folder, seeds, compiled modules.
+
+Each function does one thing to the run it is given; the order stands in `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sanctuary_trainer.data import RankLoader
+from sanctuary_trainer.devices import launcher_compile
+from sanctuary_trainer.errors import DataError, RunFolderError, SettingsError, TaskError
+from sanctuary_trainer.feed import limited
+from sanctuary_trainer.plan import Plan
+from sanctuary_trainer.run import Run
+from sanctuary_trainer.settings import limit_rounds
+from sanctuary_trainer.task import VisionTask
+
+DATA_METHODS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+def check_limits(settings: Mapping[str, Any]) -> None:
+    """A fit needs an end."""
+    if all(settings[name] is None for name in ("max_epochs", "max_steps", "max_time")):
+        raise SettingsError("fit has no end: give the Trainer max_epochs, max_steps or max_time.")
+
+
+def check_data(data: Any, loaders: Mapping[str, Any]) -> None:
+    """`data=` makes loaders, and nothing that makes loaders is given as one.
+
+    Raises:
+        DataError: with what was given.
+    """
+    for name, loader in loaders.items():
+        if any(callable(getattr(loader, method, None)) for method in DATA_METHODS):
+            raise DataError(
+                f"The {name} loader is a {type(loader).__name__}, which makes loaders itself: give it as data=."
+            )
+    if data is None:
+        return
+    if not any(callable(getattr(data, method, None)) for method in DATA_METHODS):
+        raise DataError(
+            f"data= got {type(data).__name__}, which has none of {', '.join(f'{m}()' for m in DATA_METHODS)}."
+        )
+    given = [name for name, loader in loaders.items() if loader is not None]
+    if given:
+        raise DataError(f"Both data= and a {given[0]} loader were given; give one of the two.")
+
+
+def _loader_of(run: Run, name: str, given: Any, data: Any) -> Any:
+    """The loader that was given, else the data object's, else the task's."""
+    if given is not None:
+        return given
+    for owner in (data, run.task):
+        method = getattr(owner, f"{name}_dataloader", None)
+        loader = method() if callable(method) else None
+        if loader is not None and not (isinstance(loader, list | tuple | dict) and not loader):
+            return loader
+    return None
+
+
+def build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
+    """Give the run its loaders, each as this rank reads it, and the plan of a fit.
+
+    Args:
+        run: the run.
+        loaders: what was given to the verb, by "train", "val", "test" or "predict".
+        data: the object that makes those which were not given.
+
+    Raises:
+        DataError: a loader is missing or gives nothing.
+        SettingsError: a limit or an interval does not fit a loader.
+    """
+    settings = run.settings
+
+    def ranked(name: str, loader: Any, shuffle: bool | None = None) -> RankLoader:
+        return RankLoader(
+            loader,
+            rank=run.rank,
+            world_size=run.world_size,
+            seed=run.seed,
+            shard_data=settings["shard_data"],
+            dispatch=run.devices if settings["dispatch_batches"] and run.world_size > 1 else None,
+            shuffle=shuffle,
+            name=name,
+        )
+
+    for name, given in loaders.items():
+        loader = _loader_of(run, name, given, data)
+        if loader is None and name != "val":
+            raise DataError(
+                f"{run.verb} has no {name} loader: give one, or data= with {name}_dataloader(), "
+                f"or define {name}_dataloader in {type(run.task).__name__}."
+            )
+        if loader is None and run.verb == "validate":
+            raise DataError("validate has no validation loader: give one, or define val_dataloader.")
+        if loader is None:
+            continue
+        limit = settings[f"limit_{name}_batches"]
+        if name == "train":
+            overfit = settings["overfit_batches"] is not None
+            run.train_loader = ranked(name, loader, False if overfit else None)
+            run.train_limit = limit_rounds(limit, run.train_loader.num_rounds, "limit_train_batches")
+            continue
+        several = _by_name(loader)
+        if name == "predict" and len(several) != 1:
+            raise DataError(f"predict takes one loader, and got {len(several)}; call it once for each.")
+        for key, one in several.items():
+            run.evaluation_loaders[key] = ranked(name, one)
+            rounds = run.evaluation_loaders[key].num_rounds
+            run.evaluation_limits[key] = limit_rounds(limit, rounds, f"limit_{name}_batches")
+    if run.verb == "fit":
+        run.plan = _plan(run)
+
+
+def _by_name(loader: Any) -> dict[str, Any]:
+    if isinstance(loader, Mapping):
+        return {str(name): one for name, one in loader.items()}
+    if (
+        isinstance(loader, list | tuple)
+        and loader
+        and all(hasattr(one, "__iter__") and hasattr(one, "dataset") for one in loader)
+    ):
+        return {str(number): one for number, one in enumerate(loader)}
+    return {"": loader}
+
+
+def _plan(run: Run) -> Plan:
+    settings, loader = run.settings, run.train_loader
+    assert loader is not None
+    rounds = limited(loader.num_rounds, run.train_limit) if loader.num_rounds is not None else None
+    if rounds == 0:
+        raise DataError(
+            f"The training loader gives no batch: {loader.num_samples} samples, batch size {loader.batch_size}, "
+            f"{run.world_size} ranks, limit_train_batches={settings['limit_train_batches']}. "
+            "With drop_last=True a data set must fill one batch on every rank."
+        )
+    interval = settings["val_check_interval"]
+    if isinstance(interval, float) and rounds is None:
+        raise SettingsError(
+            f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length; "
+            "give a whole number of steps."
+        )
+    accumulation = settings["gradient_accumulation_steps"]
+    if rounds is not None and rounds < accumulation:
+        run.warn(
+            f"An epoch has {rounds} batches on each rank and gradient_accumulation_steps is {accumulation}: "
+            "each epoch is one step over all of its batches."
+        )
+    validates = bool(run.evaluation_loaders) and any(limit != 0 for limit in run.evaluation_limits.values())
+    if validates and type(run.task).validation_step is VisionTask.validation_step:
+        raise TaskError(f"A validation loader was given, but {type(run.task).__name__} has no validation_step.")
+    return Plan(
+        rounds=rounds,
+        accumulation=accumulation,
+        max_epochs=settings["max_epochs"],
+        max_steps=settings["max_steps"],
+        min_epochs=settings["min_epochs"] or 0,
+        min_steps=settings["min_steps"] or 0,
+        val_check_interval=interval,
+        check_val_every_n_epoch=settings["check_val_every_n_epoch"],
+        validates=validates,
+        log_every_n_steps=settings["log_every_n_steps"],
+    )
+
+
+def compile_children(run: Run) -> None:
+    """Compile the task's child modules in place: keys keep their names and logging stays out of the graph."""
+    wanted = run.settings["compile"]
+    if wanted is None:
+        wanted = launcher_compile()
+    if not wanted:
+        return
+    arguments = dict(wanted) if isinstance(wanted, Mapping) else {} if wanted is True else {"backend": wanted}
+    for child in run.task.children():
+        if any(True for _ in child.parameters()) and child._compiled_call_impl is None:
+            child.compile(**arguments)
+
+
+def make_run_dir(run: Run) -> Path:
+    """The run's folder, made by rank 0; the others learn its name."""
+    made: Path | None = None
+    error: Exception | None = None
+    if run.is_main:
+        try:
+            made = _new_run_dir(Path(run.settings["project_dir"]), run.settings["run_name"], type(run.task).__name__)
+        except (OSError, RunFolderError) as raised:
+            error = (
+                raised
+                if isinstance(raised, RunFolderError)
+                else RunFolderError(f"The run folder cannot be made: {raised}")
+            )
+    run.devices.raise_together(error)
+    folder: Path = run.devices.broadcast_object(made)
+    return folder
+
+
+def _new_run_dir(project_dir: Path, run_name: str | None, task_name: str) -> Path:
+    project_dir.mkdir(parents=True, exist_ok=True)
+    if run_name is not None:
+        folder = project_dir / run_name
+        error = claim(folder)
+        if error is not None:
+            raise error
+        return folder
+    taken = [path.name.rpartition("-")[2] for path in project_dir.glob(f"{task_name.lower()}-*")]
+    number = max((int(text) for text in taken if text.isdigit()), default=0)
+    while True:  # another run may take the number in between: mkdir says so
+        number += 1
+        folder = project_dir / f"{task_name.lower()}-{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+
+
+def claim(folder: Path) -> RunFolderError | None:
+    """Make `folder`; the error when it cannot be made or holds something."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return RunFolderError(
+                f"The folder {folder} is not empty: it holds another run. Give another name, or remove it."
+            )
+    except OSError as error:
+        return RunFolderError(f"The folder {folder} cannot be made: {error}")
+    return None
+
+
+def seed_everything(seed: int) -> None:
+    """Seed `random`, torch on every device, and numpy."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Ask torch for deterministic algorithms inside, if wanted; what has none is named in a warning."""
+    if not wanted:
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    # warn_only: an operation without a deterministic form is named in a warning instead of ending the run.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = before[2]
