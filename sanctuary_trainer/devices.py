@@ -14,7 +14,7 @@ The loops hold no `if` about distribution, precision or device; they ask here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -234,19 +234,19 @@ class Devices:
         if failed:
             raise RankError(f"Another rank failed and this one (rank {self.rank}) ends with it. {'; '.join(failed)}")
 
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of rank 0 (batch-norm statistics), in one collective for each dtype."""
+    def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank rank 0's values of these tensors, in place, in one collective for each dtype."""
         if self.world_size == 1:
             return
-        buffers: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in module.buffers():
-            buffers.setdefault(buffer.dtype, []).append(buffer)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
         with torch.no_grad():
-            for same in buffers.values():
-                packed = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            for same in by_dtype.values():
+                packed = torch.cat([tensor.detach().reshape(-1) for tensor in same])
                 dist.broadcast(packed, src=0)
-                for buffer, part in zip(same, packed.split([b.numel() for b in same]), strict=True):
-                    buffer.copy_(part.view_as(buffer))
+                for tensor, part in zip(same, packed.split([t.numel() for t in same]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
 
 
 def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | None, find_unused: bool) -> Any:

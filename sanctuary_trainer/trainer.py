@@ -291,6 +291,8 @@ class Trainer:
         run.callbacks.setup(run)
         if run.verb == "fit":
             self._build_fit(run)
+        else:  # in fit DDP does this: ranks that made different weights would give a result of none of them
+            devices.broadcast_tensors(task.parameters())
         compile_children(run)
 
     def _build_fit(self, run: Run) -> None:

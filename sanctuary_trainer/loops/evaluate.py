@@ -111,7 +111,7 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
     numpy_state = None if numpy is None else numpy.random.get_state()
     cuda_state = torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None
     begun = time.perf_counter()
-    run.devices.broadcast_buffers(run.task)
+    run.devices.broadcast_tensors(run.task.buffers())
     try:
         with metrics_aside(run.task, leave_no_trace=stage == "sanity"), torch.no_grad(), run.devices.autocast():
             run.task.eval()

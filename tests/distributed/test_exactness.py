@@ -515,3 +515,16 @@ def test_the_timeout_ends_a_rank_whose_peer_does_not_answer(two_ranks: Ranks) ->
     outcomes = two_ranks.outcomes(train_with_a_sleeper, timeout=25)
     assert outcomes[0].error is not None and "RuntimeError" in outcomes[0].error
     assert time.monotonic() - begun < 40
+
+
+def evaluate_with_weights_of_their_own() -> Any:
+    import os
+
+    task = Net(seed=int(os.environ["RANK"]))
+    metrics = quiet_trainer().validate(task, loader(classes(9), 4))
+    return metrics, weights(task)
+
+
+def test_ranks_evaluate_with_the_weights_of_rank_0(two_ranks: Ranks) -> None:
+    (metrics, found), (metrics_too, found_too) = two_ranks(evaluate_with_weights_of_their_own)
+    assert metrics == metrics_too and torch.equal(found, found_too) and torch.equal(found, weights(Net(seed=0)))
