@@ -1,7 +1,7 @@
 """The batches of one epoch on their device, one ahead of use where that helps.
 
     Feed.take()    the next round of this rank, on the device
-    Feed.more      whether there is another: known for loaders whose rounds are known, else by reading one ahead
+    Feed.more      whether this rank has another: known for loaders whose rounds are known, else by reading one ahead
 
 On CUDA the copy of the next batch runs on a stream of its own while the present batch computes. On the CPU nothing is
 copied, so nothing is read ahead unless the end of a stream has to be known.
@@ -44,7 +44,9 @@ class Feed:
         channels_last: bool = False,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.rounds = limited(loader.num_rounds, limit) if loader.sized else None
+        # What the loader tells of itself, asked once an epoch and not in every step.
+        self.sized, self.batch_size, self.num_samples = loader.sized, loader.batch_size, loader.num_samples
+        self.rounds = limited(loader.num_rounds, limit) if self.sized else None
         self.taken = 0
         self._fetched: Iterator[Fetched] = loader.epoch(epoch, start_samples=start_samples, limit=limit)
         self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
@@ -53,16 +55,9 @@ class Feed:
         self._in_place = device.type == "cpu" and not channels_last
         self._ahead = self.rounds is None or self._copies is not None
         self._next: Fetched | None = None
+        self.more = self.rounds is None or self.rounds > 0
         if self._ahead:
             self._read_ahead()
-
-    @property
-    def more(self) -> bool:
-        """Whether this rank has another round."""
-        if self._ahead:
-            return self._next is not None
-        assert self.rounds is not None
-        return self.taken < self.rounds
 
     def take(self) -> Fetched:
         """The next round; its batch is None when this rank has nothing in it."""
@@ -76,6 +71,8 @@ class Feed:
         else:
             fetched = self._placed(next(self._fetched))
         self.taken += 1
+        if self.rounds is not None:
+            self.more = self.taken < self.rounds
         if self._finish is not None and fetched.batch is not None:
             fetched = fetched._replace(batch=self._finish(fetched.batch))
         return fetched
@@ -94,6 +91,8 @@ class Feed:
         elif fetched is not None:
             fetched = self._placed(fetched)
         self._next = fetched
+        if self.rounds is None:
+            self.more = fetched is not None
 
     def _placed(self, fetched: Fetched) -> Fetched:
         if self._in_place or fetched.batch is None:

@@ -19,7 +19,7 @@ from sanctuary_trainer.callback import Callbacks
 from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import Fetched, RankLoader
 from sanctuary_trainer.devices import Devices
-from sanctuary_trainer.executor import Executor, Window
+from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.feed import Feed, limited
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
@@ -275,18 +275,8 @@ class Run:
 
     _trained = 0
 
-    def count(self, rounds: int, samples: int, window: Window) -> None:
-        """A window is done.
-
-        Args:
-            rounds: its rounds on this rank.
-            samples: its samples over all ranks as the sampler knows them; 0 when it does not.
-            window: what the ranks told each other, which counts where the sampler does not know.
-        """
-        assert self.train_loader is not None
-        if not self.train_loader.sized:  # alike on all ranks, also where one's stream has ended
-            rounds = -(-window.batches // self.world_size)
-        samples = samples or window.samples
+    def count(self, rounds: int, samples: int) -> None:
+        """A window of so many rounds and samples, over all ranks, is done."""
         self.state.batch += rounds
         self.state.samples += samples
         self._trained += samples
@@ -304,11 +294,11 @@ class Run:
         Args:
             asked: whether any rank asked, as the ranks told each other in a step; None to find out now.
         """
-        if self.state.stop_reason is not None:
-            return
-        if asked is None or self.world_size == 1:
+        if self.devices.world_size == 1:
+            asked = self.wants_stop
+        elif asked is None:
             asked = self.devices.agree([float(self.wants_stop)])[0] > 0
-        if asked and self.plan.may_stop(self.state):
+        if asked and self.state.stop_reason is None and self.plan.may_stop(self.state):
             reasons = [reason for reason in self.devices.gather_objects(self._stop) if reason is not None]
             self.state.stop_reason = reasons[0] if reasons else None
 
@@ -316,21 +306,21 @@ class Run:
         """The values of the evaluation loader that was just read, over all ranks."""
         return self.records.epoch_values(self._prefix)
 
-    def expected_samples(self, first: Fetched | None) -> float:
+    def expected_samples(self, feed: Feed, first: Fetched | None) -> float:
         """The samples of the coming window over all ranks, as far as they are known before it: alike on all ranks.
 
         What is off here is put right by one factor after the window, so a guess costs exactness nothing.
 
         Args:
+            feed: the epoch.
             first: this rank's first round of the window; None when it has none.
         """
-        loader, plan, ranks = self.train_loader, self.plan, self.world_size
-        assert loader is not None
-        rounds, batch_size = plan.accumulation, loader.batch_size
-        if loader.sized and plan.rounds is not None:
+        plan, ranks = self.plan, self.devices.world_size
+        rounds, batch_size = plan.accumulation, feed.batch_size
+        if feed.sized and plan.rounds is not None:
             rounds = min(rounds, plan.rounds - self.state.batch)
-        if loader.sized and batch_size is not None and loader.num_samples is not None:
-            return min(rounds * ranks * batch_size, loader.num_samples - self.state.samples)
+        if feed.sized and batch_size is not None and feed.num_samples is not None:
+            return min(rounds * ranks * batch_size, feed.num_samples - self.state.samples)
         if first is not None and first.total is not None:
             return rounds * first.total
         if ranks == 1 and first is not None:

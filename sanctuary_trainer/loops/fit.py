@@ -51,14 +51,15 @@ def train_epoch(run: Run) -> None:
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
     limit = plan.rounds_left(state) if loader.sized else run.train_limit
     with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
-        goes_on = feed.more or not loader.sized  # of a stream the first window tells
+        run.clock.start()
+        goes_on = feed.more or not feed.sized  # of a stream the first window tells
         while goes_on and state.stop_reason is None:
             window = train_window(run, feed, executor)
             if window.failed:
                 run.devices.raise_together(None)
             goes_on = feed.more or window.more
             train_step(run, window, epoch_ends=not goes_on)
-    if state.batch == plan.rounds if loader.sized else not goes_on:
+    if state.batch == plan.rounds if feed.sized else not goes_on:
         end_epoch(run)
 
 
@@ -69,11 +70,10 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     for index in range(run.plan.accumulation):
         if not feed.more:
             break
-        clock.start()
         fetched = feed.take()
         clock.lap("data")
         if index == 0:
-            executor.expect(run.expected_samples(fetched))
+            executor.expect(run.expected_samples(feed, fetched))
         rounds += 1
         samples += fetched.total or 0
         if fetched.batch is None:
@@ -90,10 +90,11 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         clock.lap("callbacks")
     run.end_batch()
     if not rounds:
-        executor.expect(run.expected_samples(None))
+        executor.expect(run.expected_samples(feed, None))
     executor.join(more=feed.more, stop=run.wants_stop)
-    window = executor.finish(late=samples > 0 and feed.rounds is not None)
-    run.count(rounds, samples, window)
+    window = executor.finish(late=samples > 0 and feed.sized)
+    # Alike on all ranks, also where the stream of one has ended before the others'.
+    run.count(rounds if feed.sized else -(-window.batches // run.world_size), samples or window.samples)
     return window
 
 
@@ -101,19 +102,19 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     """The optimizers' step that ends a window, and what falls on it."""
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
-    made = False
+    made, logs = False, plan.logs(state.global_step + 1)
     if window.updates:
         optimization.average(window.factor)
         hooks.on_before_optimizer_step(run)
         optimization.clip_gradients()
-        made = optimization.step(record=plan.logs(state.global_step + 1))
+        made = optimization.step(record=logs)
         run.clock.lap("optimizer")
     else:
         optimization.zero_grad()
     if made:
         state.global_step += 1
         hooks.on_train_step_end(run)
-        if plan.logs(state.global_step):
+        if logs:
             run.publish(run.step_values())
         run.clock.lap("callbacks")
         if plan.validates_after_step(state):
