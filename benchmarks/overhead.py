@@ -667,7 +667,7 @@ def _in_process(*arguments: str, ranks: int = 1) -> Any:
         command = [sys.executable, *launcher, str(Path(__file__).resolve()), *arguments, "--to", str(path)]
         ran = subprocess.run(command, env=_environment(), cwd=folder, capture_output=True, text=True)
         if ran.returncode:
-            raise SystemExit(f"{' '.join(arguments)} failed:\n{ran.stderr}")
+            raise RuntimeError(f"{' '.join(arguments)} failed:\n{ran.stderr}")
         return json.loads(path.read_text())
 
 
@@ -693,15 +693,23 @@ def main() -> None:
         print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, one thread, AdamW")
         print("us per batch (s for a whole process); ratio: median over rounds of ours / plain\n")
         print(HEAD, flush=True)
+    failed: list[str] = []
     for name in options.rows:
         row = ROWS[name]
         rounds = max(3, round(options.rounds * row.weight / options.repeats))
         pairs = Pairs()
-        for _ in range(options.repeats if row.weight >= 0.5 else 1):
-            more = Pairs(**_in_process("--measure", name, "--rounds", str(rounds), ranks=row.ranks))
-            pairs = Pairs(pairs.ours + more.ours, pairs.plain + more.plain, more.note)
+        try:
+            for _ in range(options.repeats if row.weight >= 0.5 else 1):
+                more = Pairs(**_in_process("--measure", name, "--rounds", str(rounds), ranks=row.ranks))
+                pairs = Pairs(pairs.ours + more.ours, pairs.plain + more.plain, more.note)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            failed.append(name)
+            continue
         result = summarize(name, pairs)
         print(json.dumps(asdict(result)) if options.json else line(result), flush=True)
+    if failed:
+        raise SystemExit(f"rows that failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
