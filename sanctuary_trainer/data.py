@@ -22,10 +22,19 @@ from typing import Any, NamedTuple, Protocol
 from warnings import warn
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from .errors import DataError, RankError, SettingsError
+from .errors import DataError, NotSupportedError, RankError, SettingsError
 from .reading import (
     NONE,
     Fetched,
@@ -41,7 +50,7 @@ from .reading import (
     set_epoch,
     shut_down,
 )
-from .seeding import READ, Generators, mix
+from .seeding import READ, Generators, initial_seeds, mix
 
 __all__ = ["Dispatcher", "Fetched", "RankLoader"]
 
@@ -82,6 +91,7 @@ class RankLoader:
 
     Raises:
         DataError: the loader is nothing that can be read.
+        NotSupportedError: it reads an IterDataPipe in workers.
         SettingsError: dispatch together with shard_data=False.
     """
 
@@ -106,20 +116,20 @@ class RankLoader:
         self._ranks = world_size
         source = _source(loader, name)
         own = not shard_data
-        if source is not None and world_size > 1 and _shards_itself(source):
-            own = self._warn_of_own_sharding(source)
+        if source is not None and world_size > 1 and (sharding := _sharding_samplers(source)):
+            own = self._own_sharding(type(sharding[0]).__name__, name)
+        self._own = own
         self._reader = self._open_reader(source, loader, Part(rank, world_size, (rank,), own), seed, shuffle, name)
 
-    def _warn_of_own_sharding(self, source: Source) -> bool:
-        sampler = type(source.sampler if source.batch_sampler is None else source.batch_sampler).__name__
+    def _own_sharding(self, sampler: str, name: str) -> bool:
         if self._dispatch is not None:
             raise DataError(
-                f"The sampler {sampler} of the {source.name} loader shards the data itself, so that with "
+                f"The sampler {sampler} of the {name} loader shards the data itself, so that with "
                 "dispatch_batches=True rank 0 would read its own part only. Give a sampler of the whole data."
             )
         warn(
-            f"The sampler {sampler} of the {source.name} loader shards the data itself; it is left to do so, and "
-            "samples that it repeats to fill up its shards count twice. Torch's own DistributedSampler is replaced.",
+            f"The sampler {sampler} of the {name} loader shards the data itself and is left to do so; samples that it "
+            "repeats to fill up its shards count twice. Torch's own DistributedSampler would be replaced.",
             stacklevel=3,
         )
         return True
@@ -130,7 +140,13 @@ class RankLoader:
         if source is not None and not isinstance(source.dataset, IterableDataset):
             if self._dispatch is not None:
                 part = Part(part.rank, part.ranks, tuple(range(part.ranks)), own=False)
-            return MapReader(source, part, seed, shuffle)
+            if shuffle is False:
+                source = replace(
+                    source,
+                    batch_sampler=_unshuffled(source.batch_sampler, source.dataset),
+                    sampler=_unshuffled(source.sampler, source.dataset),
+                )
+            return MapReader(source, part, seed, same_order=shuffle is False)
         if self._dispatch is not None:  # batches are read as one process does, and dealt R at a time
             part = Part(0, 1, (0,), own=False)
         if source is not None:
@@ -159,6 +175,17 @@ class RankLoader:
     def batch_size(self) -> int | None:
         """Samples of a full batch of one rank, None when unknown."""
         return self._reader.batch_size
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """What must be the same on all ranks for each sample to come once: worth comparing before the first epoch.
+
+        Empty where nothing need be: each rank has data of its own, or rank 0 reads for all.
+        """
+        if self._own or self._dispatch is not None:
+            return {}
+        seeds = initial_seeds(self._reader.drawing())
+        return {"samples": self.num_samples, "rounds": self.num_rounds, "batch size": self.batch_size, "seeds": seeds}
 
     def epoch(self, epoch: int, *, start_samples: int = 0, limit: int | None = None) -> Generator[Fetched, None, None]:
         """Read one epoch, or its first `limit` rounds.
@@ -243,13 +270,13 @@ class _BatchesReader(Reader):
                 "object whose __iter__ begins anew."
             )
         self._read_before = True
-        set_epoch(self._parts(), epoch)
+        set_epoch(self.drawing(), epoch)
         return self._read(epoch, limit)
 
     def close(self) -> None:
         shut_down(getattr(self._batches, "_iterator", None))
 
-    def _parts(self) -> list[Any]:
+    def drawing(self) -> list[Any]:
         """What of a loader with an __iter__ of its own may hold an epoch or a generator."""
         return [
             self._batches,
@@ -281,7 +308,7 @@ class _BatchesReader(Reader):
             yield self._batches.__getitem__
             return
         own = self._part.rank if self._part.own else -1
-        generators = Generators(self._parts(), resumable=True).seeded(mix(READ, self._seed, epoch, own))
+        generators = Generators(self.drawing(), resumable=True).seeded(mix(READ, self._seed, epoch, own))
         with generators:
             iterator = iter(self._batches)
         begin = 0
@@ -357,6 +384,11 @@ def _source(loader: Any, name: str) -> Source | None:
         if shard.split_batches:
             raise _not_undone(name)
         return replace(source, dataset=shard.dataset, batch_size=shard.batch_size, drop_last=shard.drop_last)
+    if isinstance(source.dataset, IterDataPipe) and loader.num_workers:
+        raise NotSupportedError(
+            f"The {name} loader reads an IterDataPipe (deprecated in torch) in workers. Give num_workers=0 or an "
+            "IterableDataset."  # its sharding_filter would see one worker alone, and each sample come once per worker
+        )
     if isinstance(source.dataset, IterableDataset):
         return source
     return replace(
@@ -370,7 +402,11 @@ _OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "
 
 
 def _whole(sampler: Any, name: str, prepared: bool) -> Any:
-    """Undo the sharding that accelerate or a DistributedSampler laid over a sampler of the whole data."""
+    """Undo the sharding that accelerate or a DistributedSampler laid over a sampler of the whole data.
+
+    A shuffle is rebuilt without its generator where the library seeds that by itself, anew on each rank: accelerate
+    (`prepared`, also its SeedableRandomSampler) and torchdata.
+    """
     accelerates: Any = sys.modules.get("accelerate.data_loader")
     if accelerates is not None and isinstance(sampler, accelerates.SkipBatchSampler):
         raise _not_undone(name)
@@ -378,20 +414,30 @@ def _whole(sampler: Any, name: str, prepared: bool) -> Any:
         if sampler.split_batches:
             raise _not_undone(name)
         return _whole(sampler.batch_sampler, name, prepared)
-    if prepared and isinstance(sampler, RandomSampler):
-        # Without its generator (or SeedableRandomSampler's seed): accelerate seeds it anew on each rank.
+    torchdatas = type(sampler).__module__.startswith("torchdata.stateful_dataloader")
+    if (prepared and isinstance(sampler, RandomSampler)) or (torchdatas and type(sampler).__name__ == "RandomSampler"):
         return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler or (torchdatas and isinstance(sampler, DistributedSampler)):
         return DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
-    if type(sampler) is BatchSampler:
-        inner = _whole(sampler.sampler, name, prepared)
-        return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    if type(sampler) is BatchSampler or (torchdatas and isinstance(sampler, BatchSampler)):
+        return BatchSampler(_whole(sampler.sampler, name, prepared), sampler.batch_size, sampler.drop_last)
     return sampler
 
 
-def _shards_itself(source: Source) -> bool:
-    """Whether a DistributedSampler of several replicas is at work that `_whole` could not replace."""
-    return any(isinstance(each, DistributedSampler) and each.num_replicas > 1 for each in source.samplers())
+def _unshuffled(sampler: Any, dataset: Any) -> Any:
+    """The same samples in the order of the data set, where the sampler is one that shuffles."""
+    if isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1):
+        return SequentialSampler(dataset)
+    if isinstance(sampler, SubsetRandomSampler):
+        return sampler.indices
+    if type(sampler) is BatchSampler:
+        return BatchSampler(_unshuffled(sampler.sampler, dataset), sampler.batch_size, sampler.drop_last)
+    return sampler
+
+
+def _sharding_samplers(source: Source) -> list[Any]:
+    """The samplers that deal to several ranks themselves, in a way that `_whole` could not undo."""
+    return [each for each in source.samplers() if isinstance(each, DistributedSampler) and each.num_replicas > 1]
 
 
 def _not_undone(name: str) -> DataError:

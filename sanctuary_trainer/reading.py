@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -30,14 +30,11 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     default_collate,
     get_worker_info,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from .errors import DataError, NotSupportedError
 from .seeding import BATCH, ORDER, READ, WORKERS, Generators, held_by, may_draw, mix
@@ -162,6 +159,10 @@ class Reader(ABC):
     def sized(self) -> bool: ...
 
     @abstractmethod
+    def drawing(self) -> list[Any]:
+        """What draws the order that must be alike on all ranks."""
+
+    @abstractmethod
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         """Read one epoch: for each round one item per rank in `Part.mine`."""
 
@@ -278,9 +279,12 @@ class MapReader(Reader):
 
     With torch's own BatchSampler samples are dealt, so that R ranks with batches of B read what one rank with batches
     of R x B would; what a custom batch sampler, or a loader with batch_size=None, gives is dealt in whole batches.
+
+    Args:
+        same_order: draw the order of epoch 0 in every epoch.
     """
 
-    def __init__(self, source: Source, part: Part, seed: int, shuffle: bool | None) -> None:
+    def __init__(self, source: Source, part: Part, seed: int, same_order: bool) -> None:
         self._source, self._part, self._seed = source, part, seed
         self._single = source.batch_sampler is None
         self._by_samples = type(source.batch_sampler) is BatchSampler
@@ -290,9 +294,7 @@ class MapReader(Reader):
             self.batch_size, self._drops = self._sampler.batch_size, self._sampler.drop_last
             self._sampler = self._sampler.sampler
         self._per_round = part.dealt * (self.batch_size or 1)  # samples; batches where whole batches are dealt
-        self._fixed = shuffle is False
-        if self._fixed:
-            self._sampler = _unshuffled(self._sampler, source.dataset)
+        self._same_order = same_order
         self._waiting: deque[_Share] = deque()  # what was sent to the loader and has not come back
         self._lists = _Lists()
         self._plain = not self._single and not may_draw(source.dataset, source.collate)
@@ -322,11 +324,14 @@ class MapReader(Reader):
             return None
         return entries // self._per_round if self._drops else -(-entries // self._per_round)
 
+    def drawing(self) -> list[Any]:
+        return self._source.samplers()
+
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         if start_samples and not self.sized:
             raise no_position(self._source.name, start_samples, "the number of its samples is not known")
         set_epoch(self._source.datasets(), epoch)
-        take = self._draw(0 if self._fixed else epoch)
+        take = self._draw(0 if self._same_order else epoch)
         send = self._send(take, epoch, start_samples, limit)
         self._lists.begin = lambda: send
         return self._read(epoch)
@@ -344,7 +349,7 @@ class MapReader(Reader):
             for _, (_, _, _, total) in waiting:
                 yield nothing(total)
 
-    def _send(self, take: Callable[[int], list[Any]], epoch: int, start: int, limit: int | None) -> Iterator[list[Any]]:
+    def _send(self, take: _Take, epoch: int, start: int, limit: int | None) -> Iterator[list[Any]]:
         """Give the loader the keys of one batch after the other, and note what they are."""
         position, number, chunk = self._skip(take, start)
         deal = self._deal_samples if self._by_samples else self._deal_batches
@@ -363,10 +368,11 @@ class MapReader(Reader):
     def _draw(self, epoch: int) -> _Take:
         """Draw the order of one epoch."""
         sampler, entries = self._sampler, length(self._sampler)
-        owners = self._source.samplers()
+        owners = self.drawing()
         set_epoch(owners, epoch)
         if entries is not None and type(sampler) in (SequentialSampler, range):
-            return _taking(range(entries))  # not a list: there may be 1e9
+            rest = iter(range(entries))  # not a list: there may be 1e9
+            return lambda n: list(islice(rest, n))
         generators = Generators(owners, resumable=True).seeded(mix(ORDER, self._seed, epoch))
         with generators:
             order = iter(sampler)
@@ -374,7 +380,8 @@ class MapReader(Reader):
             more = entries is not None and next(order, NONE) is not NONE
         if entries is not None:
             self._check_length(entries, len(drawn), more)
-            return _taking(drawn)
+            rest = iter(drawn)
+            return lambda n: list(islice(rest, n))
 
         def take(n: int) -> list[Any]:
             with generators:
@@ -527,6 +534,9 @@ class StreamReader(Reader):
         per_round = self._part.dealt * (self.batch_size or 1)
         return samples // per_round if self._source.drop_last else -(-samples // per_round)
 
+    def drawing(self) -> list[Any]:
+        return self._source.datasets()
+
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         if start_samples:
             raise no_position(self._source.name, start_samples, "it is a stream, which can only be read from its start")
@@ -544,17 +554,6 @@ class StreamReader(Reader):
                 places = Places(range(first, end, part.dealt), worker, self.batch_size or 1, part.counted_by)
                 size = None if self.batch_size is None else len(places.positions)
                 yield Fetched(batch, None, places, size, size if part.ranks == 1 else None)
-
-
-def _taking(entries: Sequence[Any]) -> _Take:
-    taken = 0
-
-    def take(n: int) -> list[Any]:
-        nonlocal taken
-        taken += n
-        return list(entries[taken - n : taken])
-
-    return take
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -594,10 +593,3 @@ def equal_share(n: int, ranks: int, rank: int) -> tuple[int, int]:
 def _size(batch: Any) -> int | None:
     """Number of keys in what a sampler gives for one batch; None when it is one key (of a whole batch)."""
     return None if isinstance(batch, str | bytes) else length(batch)
-
-
-def _unshuffled(sampler: Any, dataset: Any) -> Any:
-    """The same samples in the order of the data set, where the sampler is one that shuffles."""
-    if isinstance(sampler, RandomSampler | DistributedSampler):
-        return range(len(dataset))
-    return sampler.indices if isinstance(sampler, SubsetRandomSampler) else sampler

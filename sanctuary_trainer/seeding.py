@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-__all__ = ["BATCH", "ORDER", "READ", "WORKERS", "Generators", "held_by", "may_draw", "mix"]
+__all__ = ["BATCH", "ORDER", "READ", "WORKERS", "Generators", "held_by", "initial_seeds", "may_draw", "mix"]
 
 ORDER, BATCH, READ, WORKERS = range(4)  # the first argument of `mix`: what is drawn
 
@@ -76,6 +76,7 @@ class Generators:
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
         self._numpy.seed(seed & 0xFFFFFFFF)
+        _numpy_random.set_bit_generator(self._bits)  # again: np.random drops the second normal of a pair
         for number, (attributes, name) in enumerate(self._slots or ()):
             attributes[name] = _alike(self._held[number], mix(seed, number))
 
@@ -138,6 +139,12 @@ def _waiting_normal(bits: Any) -> float | None:
         return normal
     ctypes.memmove(address, before, _MT19937_BYTES)
     return None
+
+
+def initial_seeds(owners: Iterable[Any]) -> list[int]:
+    """The seeds of the torch generators that the owners hold: what their orders depend on beside ours."""
+    held = [attributes[name] for attributes, name in _generators_of(owners)]
+    return [generator.initial_seed() for generator in held if isinstance(generator, torch.Generator)]
 
 
 def _generators_of(owners: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
