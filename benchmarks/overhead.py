@@ -404,7 +404,7 @@ _SCRIPT_END = """
 def end():
     import json, os, time
     peak = next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    os.write(1, json.dumps([time.time(), time.process_time(), peak]).encode())
+    os.write(1, ("\\n" + json.dumps([time.time(), time.process_time(), peak])).encode())
     os._exit(0)
 """
 _PLAIN_SCRIPT = """
@@ -454,7 +454,7 @@ def first_step(script: str, settings: str = "") -> tuple[float, float, float]:
         source = _SCRIPT_END + _SCRIPT_WORK + text
         began = time.time()
         output = subprocess.run([sys.executable, "-c", source], env=_environment(), capture_output=True, check=True)
-    ended, cpu, peak = json.loads(output.stdout)
+    ended, cpu, peak = json.loads(output.stdout.splitlines()[-1])  # the summary stands above it
     return ended - began, cpu, peak
 
 
