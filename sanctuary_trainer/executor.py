@@ -14,6 +14,7 @@ where a communication hook compresses the gradients, the sums take an all-reduce
 
 from __future__ import annotations
 
+import operator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,9 +63,7 @@ class Executor:
     def __init__(self, task: VisionTask, devices: Devices) -> None:
         self.task = task
         self.devices = devices
-        several = devices.world_size > 1
-        self._dispatch = Dispatch(task, joins=several, rides=several and not devices.compresses)
-        self.module = devices.wrap(self._dispatch)
+        self._wrap()
         self._share = 1.0
         self._expected = 1.0
         self._weights: list[float | torch.Tensor] = []
@@ -72,10 +71,27 @@ class Executor:
         self._batches = 0
         self._entered = False  # whether a forward of this window has begun
         self._carried = NOTHING
-        self._checked = devices.world_size == 1
         self._late: tuple[torch.Tensor, torch.Event] | None = None  # on an accelerator: what the window before told
         self._synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
+
+    def _wrap(self) -> None:
+        several = self.devices.world_size > 1
+        self._dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
+        self.module = self.devices.wrap(self._dispatch)
+        self._checked = not several
+
+    def follow_frozen(self) -> None:
+        """Wrap anew, and wake up, when other parameters require a gradient than before: layers frozen or thawed.
+
+        DDP keeps to the parameters it was made with: those thawed later would drift apart on the ranks, without a word.
+        """
+        trainable = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
+        before = self._dispatch.trainable
+        if len(trainable) == len(before) and all(map(operator.is_, trainable, before)):
+            return
+        self._wrap()
+        self.task.train_mode()
 
     def begin(self) -> None:
         """Start a window; from here on `fail` can tell the other ranks."""

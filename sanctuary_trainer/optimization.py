@@ -53,11 +53,15 @@ class Optimization:
                     f"{type(schedule.scheduler).__name__} drives an optimizer that configure_optimizers did not "
                     "return. Build the scheduler on the optimizer that is returned with it."
                 )
-        self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self._by_step = [s for s in self.schedules if s.interval == "step" and s.monitor is None]
         self.gradient_norm: torch.Tensor | None = None  # before clipping, of the last step
         self.learning_rates: dict[str, float] = self._rates()  # those that the last recorded step used
         self.zero_grad()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters of all optimizers, also of groups that were added later."""
+        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
 
     @property
     def schedulers(self) -> list[Any]:

@@ -98,8 +98,10 @@ class Plan:
 
     def finished(self, state: RunState) -> str | None:
         """The reason why the run is over, or None: "max_steps" or "max_epochs"."""
-        if self.max_steps is not None and state.global_step >= self.max_steps:
-            return "max_steps"
         if self.max_epochs is not None and state.epoch >= self.max_epochs:
-            return "max_epochs"
-        return None
+            return self.out_of_steps(state) or "max_epochs"
+        return self.out_of_steps(state)
+
+    def out_of_steps(self, state: RunState) -> str | None:
+        """The reason "max_steps" when all steps are made, or None."""
+        return "max_steps" if self.max_steps is not None and state.global_step >= self.max_steps else None

@@ -48,6 +48,7 @@ def train_epoch(run: Run) -> None:
     executor.begin()
     if state.batch == 0:
         run.callbacks.on_train_epoch_start(run)
+    executor.follow_frozen()
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
     limit = plan.rounds_left(state) if loader.sized else run.train_limit
     with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
@@ -121,8 +122,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
             evaluate(run, "val")
             run.settle_stop()
     run.settle_stop(window.stop)
-    if plan.max_steps is not None and state.global_step >= plan.max_steps:
-        state.stop_reason = state.stop_reason or "max_steps"
+    state.stop_reason = state.stop_reason or plan.out_of_steps(state)
     if made and not epoch_ends:
         hooks.on_save_point(run)
 

@@ -528,3 +528,33 @@ def evaluate_with_weights_of_their_own() -> Any:
 def test_ranks_evaluate_with_the_weights_of_rank_0(two_ranks: Ranks) -> None:
     (metrics, found), (metrics_too, found_too) = two_ranks(evaluate_with_weights_of_their_own)
     assert metrics == metrics_too and torch.equal(found, found_too) and torch.equal(found, weights(Net(seed=0)))
+
+
+class Thaws(Net):
+    """Trains the last layer for an epoch, then everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False).eval()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self, run: Any) -> None:
+        if run.state.epoch == 1:
+            self.net[0].requires_grad_(True)
+
+    def on_train_epoch_end(self, run: Any) -> None:
+        assert self.net[0].training == (run.state.epoch > 0)
+
+
+def thaw(batch_size: int) -> Any:
+    task = Thaws()
+    quiet_trainer(max_epochs=3).fit(task, loader(classes(16), batch_size))
+    return weights(task)
+
+
+def test_layers_thawed_between_epochs_stay_alike_on_all_ranks(two_ranks: Ranks, one_rank: Ranks) -> None:
+    (expected,) = one_rank(thaw, 8)
+    for found in two_ranks(thaw, 4):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
