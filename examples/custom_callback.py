@@ -8,6 +8,7 @@ define any hook too. Hooks have the same names in both; a misspelt one is refuse
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from minimal import Digits, digits
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -73,7 +74,8 @@ def main(max_epochs: int = 20) -> None:
     train, test = digits()
     trainer = Trainer(max_epochs=max_epochs, seed=0, callbacks=["stop_when_good", HardestImages()])
     result = trainer.fit(DigitsWithLosses(), DataLoader(train, 32, shuffle=True), DataLoader(test, 128))
-    print(f"stopped after {result.global_step} steps: {result.stop_reason}")
+    say = PartialState().print  # one process prints
+    say(f"stopped after {result.global_step} steps: {result.stop_reason}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from shapes import CLASSES, Scene, draw_scene
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -188,11 +189,13 @@ def main(max_epochs: int = 10, scenes: int = 512) -> None:
     test = DataLoader(Scenes(1, scenes // 4), batch_size=32, collate_fn=collate)
     trainer = Trainer(max_epochs=max_epochs, gradient_clip_val=10.0, seed=0)
     trainer.fit(task, train, test)
-    for index, found in enumerate(trainer.predict(task, test)[:4]):
-        print(f"scene {index}:")
+    predictions = trainer.predict(task, test)
+    say = PartialState().print  # one process prints
+    for index, found in enumerate(predictions[:4]):
+        say(f"scene {index}:")
         for box, score, label in zip(found["boxes"], found["scores"], found["labels"], strict=True):
             if score >= 0.3:
-                print(f"  {CLASSES[label]} {score:.2f} at {[round(side) for side in box.tolist()]}")
+                say(f"  {CLASSES[label]} {score:.2f} at {[round(side) for side in box.tolist()]}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -170,8 +171,9 @@ def main(folder: Path = DEBIAN, max_epochs: int = 10, limit_train_batches: int |
 
     rows = [(float(line[:6]), line[7:]) for line in PUBLISHED.strip().splitlines()]
     rows.append((accuracy, f"this network after {max_epochs} epochs <---"))
+    say = PartialState().print  # one process prints
     for value, name in sorted(rows, reverse=True):
-        print(f"{value:.4f}  {name}")
+        say(f"{value:.4f}  {name}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ and its loss, which is not a number, is not looked at.
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from shapes import CLASSES, draw_scene
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -104,9 +105,10 @@ def main(max_epochs: int = 6, scenes: int = 1024) -> None:
     trainer.fit(task, train, test)
     masks = trainer.predict(task, test)
     fullest = max(masks, key=lambda mask: mask.count_nonzero())
-    print("The scene with the most shapes in it:")
+    say = PartialState().print  # one process prints
+    say("The scene with the most shapes in it:")
     for row in fullest[::2]:
-        print("".join(".Oo"[pixel] for pixel in row))
+        say("".join(".Oo"[pixel] for pixel in row))
 
 
 if __name__ == "__main__":

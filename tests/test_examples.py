@@ -45,7 +45,7 @@ def test_minimal_learns_the_digits_on_one_screen(capsys: pytest.CaptureFixture[s
     example("minimal").main(max_epochs=3)
     accuracy = re.search(r"^accuracy: (0\.\d+)$", capsys.readouterr().out, re.MULTILINE)
     assert accuracy is not None and float(accuracy[1]) > 0.9
-    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) <= 66
+    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) <= 70
 
 
 def test_the_plain_loop_ends_at_the_trainer_s_weights_to_the_last_bit(capsys: pytest.CaptureFixture[str]) -> None:
