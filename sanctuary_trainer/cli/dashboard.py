@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import threading
 from pathlib import Path
@@ -27,14 +29,16 @@ def show(folder: Path, port: int | None = None) -> None:
         raise RunFolderError(f"{folder} holds no run: there is no TensorBoard file in it or below.")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
 
-    from tensorboard import program  # type: ignore[import-untyped]
+    from tensorboard import program
 
     board = program.TensorBoard()
     chosen = [] if port is None else ["--port", str(port)]
     board.configure(argv=["tensorboard", "--logdir", str(folder), "--host", "localhost", *chosen])
     try:
-        address = board.launch()
+        with contextlib.redirect_stderr(io.StringIO()):  # advice about options that it was not given
+            address = board.launch()
     except program.TensorBoardServerException as error:
         raise SettingsError(f"{error.msg}. Choose another --port, or none.") from error
     print(f"{folder} is shown at {address} (Ctrl-C ends it)", flush=True)
-    threading.Event().wait()
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()

@@ -12,16 +12,18 @@ import csv
 import logging
 import os
 import shlex
+import signal
+import sys
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -96,8 +98,13 @@ def train_and_test(pictures: Pictures, epochs: int, project_dir: Path) -> Outcom
     return Outcome(result.run_dir, accuracy, torch.stack(probabilities).numpy())
 
 
-@record  # hands the text of an exception to the process that waits
 def _train_as_rank(pictures: Pictures, epochs: int, project_dir: Path) -> Outcome:
+    def leave(*_: object) -> None:
+        # A terminal's Ctrl-C reaches all processes, and the one that waits tells it and passes it on once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.exit(130)
+
+    signal.signal(signal.SIGINT, leave)
     return train_and_test(pictures, epochs, project_dir)
 
 
@@ -105,8 +112,7 @@ def _in_processes(processes: int, pictures: Pictures, epochs: int, project_dir: 
     """`train_and_test` in processes that torchrun's own machinery starts and watches; the outcome of rank 0."""
     # Each process would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    # What it says when a process fails, it also raises.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # in this process, which only waits: what the machinery reports, it also raises
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -121,7 +127,9 @@ def _in_processes(processes: int, pictures: Pictures, epochs: int, project_dir: 
         outcomes: dict[int, Outcome] = elastic_launch(config, _train_as_rank)(pictures, epochs, project_dir)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RankError(f"Process {rank} of {processes} failed: {failure.message}") from error
+        message: Any = failure.message
+        text = message["message"] if isinstance(message, dict) else message
+        raise RankError(f"Process {rank} of {processes} failed: {text}") from error
     except SignalException as error:
         raise KeyboardInterrupt from error
     return outcomes[0]

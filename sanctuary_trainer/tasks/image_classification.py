@@ -31,15 +31,15 @@ LABEL_KEYS = ("labels", "label")
 class ImageClassification(VisionTask):
     """Trains with cross-entropy, evaluates `loss` and `accuracy`, predicts probabilities.
 
-    Optimizes with AdamW; biases and norms do not decay. The learning rate rises over the first twentieth of the steps
-    and falls to zero along a cosine; where the number of steps is not known, it stays at `lr`.
+    Optimizes with AdamW. The learning rate rises over the first twentieth of the steps and falls to zero along a
+    cosine; where the number of steps is not known, it stays at `lr`.
 
     Args:
         model: called with images (B, C, H, W) as the loader gives them; returns logits (B, K), or something whose
             `.logits` they are, like the models of transformers.
         class_names: what the K classes are called; kept with the hyper-parameters.
         lr: highest learning rate.
-        weight_decay: of AdamW, for weights of two dimensions and more.
+        weight_decay: of AdamW.
         label_smoothing: share of the target in [0, 1) that is spread over all classes, in training.
 
     Raises:
@@ -52,7 +52,7 @@ class ImageClassification(VisionTask):
         *,
         class_names: Sequence[str] | None = None,
         lr: float = 1e-3,
-        weight_decay: float = 0.05,
+        weight_decay: float = 0.01,
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
@@ -106,11 +106,7 @@ class ImageClassification(VisionTask):
 
     def configure_optimizers(self) -> dict[str, Any]:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr)
+        optimizer = torch.optim.AdamW(trainable, lr=self.lr, weight_decay=self.weight_decay)
         steps = self.run.estimated_stepping_batches
         if steps is None:
             return {"optimizer": optimizer}
