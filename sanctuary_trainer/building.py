@@ -6,6 +6,7 @@ Each function does one thing to the run it is given; the order stands in `traine
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,54 +185,51 @@ def compile_children(run: Run) -> None:
 
 
 def make_run_dir(run: Run) -> Path:
-    """The run's folder, made by rank 0; the others learn its name."""
-    made: Path | None = None
-    error: Exception | None = None
-    if run.is_main:
-        try:
-            made = _new_run_dir(Path(run.settings["project_dir"]), run.settings["run_name"], type(run.task).__name__)
-        except (OSError, RunFolderError) as raised:
-            error = (
-                raised
-                if isinstance(raised, RunFolderError)
-                else RunFolderError(f"The run folder cannot be made: {raised}")
-            )
-    run.devices.raise_together(error)
-    folder: Path = run.devices.broadcast_object(made)
-    return folder
+    """The run's folder, made by rank 0; the others learn its name.
 
-
-def _new_run_dir(project_dir: Path, run_name: str | None, task_name: str) -> Path:
-    project_dir.mkdir(parents=True, exist_ok=True)
+    Raises:
+        RunFolderError: the folder cannot be made, or holds another run.
+    """
+    project_dir, run_name = run.settings["project_dir"], run.settings["run_name"]
+    if project_dir is None:
+        return run.devices.on_main(lambda: Path(tempfile.mkdtemp(prefix="fast_dev_run_")))
     if run_name is not None:
-        folder = project_dir / run_name
-        error = claim(folder)
-        if error is not None:
-            raise error
-        return folder
-    taken = [path.name.rpartition("-")[2] for path in project_dir.glob(f"{task_name.lower()}-*")]
+        return run.devices.on_main(lambda: claim(Path(project_dir) / run_name))
+    return run.devices.on_main(lambda: _numbered(Path(project_dir), type(run.task).__name__.lower()))
+
+
+def _numbered(project_dir: Path, name: str) -> Path:
+    """A new folder `name-1`, or with the number after the last."""
+    taken = [path.name.rpartition("-")[2] for path in project_dir.glob(f"{name}-*")]
     number = max((int(text) for text in taken if text.isdigit()), default=0)
     while True:  # another run may take the number in between: mkdir says so
         number += 1
-        folder = project_dir / f"{task_name.lower()}-{number}"
+        folder = project_dir / f"{name}-{number}"
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             return folder
         except FileExistsError:
             continue
+        except OSError as error:
+            raise RunFolderError(f"The folder {folder} cannot be made: {error}") from error
 
 
-def claim(folder: Path) -> RunFolderError | None:
-    """Make `folder`; the error when it cannot be made or holds something."""
+def claim(folder: Path) -> Path:
+    """Make `folder`, which may be there and empty.
+
+    Raises:
+        RunFolderError: it cannot be made or holds something.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            return RunFolderError(
-                f"The folder {folder} is not empty: it holds another run. Give another name, or remove it."
-            )
+        holds = any(folder.iterdir())
     except OSError as error:
-        return RunFolderError(f"The folder {folder} cannot be made: {error}")
-    return None
+        raise RunFolderError(f"The folder {folder} cannot be made: {error}") from error
+    if holds:
+        raise RunFolderError(
+            f"The folder {folder} is not empty: it holds another run. Give another name, or remove it."
+        )
+    return folder
 
 
 def seed_everything(seed: int) -> None:

@@ -14,16 +14,18 @@ The loops hold no `if` about distribution, precision or device; they ask here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from sanctuary_trainer.errors import NotSupportedError, RankError, SettingsError
+
+T = TypeVar("T")
 
 # One group per process group of the world, made by all ranks together: a second Trainer finds it here.
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -224,6 +226,19 @@ class Devices:
         except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
             error = raised
         self.raise_together(error)
+
+    def on_main(self, make: Callable[[], T]) -> T:
+        """What `make()` returns on rank 0, on every rank; its error there reaches all of them."""
+        made: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                made = make()
+            except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
+                error = raised
+        self.raise_together(error)
+        value: T = self.broadcast_object(made)
+        return value
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an `error`: its own where it happened, a RankError elsewhere."""

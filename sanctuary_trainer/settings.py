@@ -159,8 +159,6 @@ def _with_fast_dev_run(settings: dict[str, Any]) -> dict[str, Any]:
     steps = int(settings["fast_dev_run"])
     if not steps:
         return settings
-    import tempfile
-
     for name in _LIMITS:
         settings[name] = None if name == "overfit_batches" else steps
     settings.update(
@@ -175,7 +173,7 @@ def _with_fast_dev_run(settings: dict[str, Any]) -> dict[str, Any]:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         run_name=None,
-        project_dir=tempfile.mkdtemp(prefix="fast_dev_run_"),
+        project_dir=None,  # a temporary folder
     )
     return settings
 

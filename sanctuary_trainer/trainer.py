@@ -217,11 +217,7 @@ class Trainer:
             RunFolderError: `output_dir` is not empty.
         """
         with self._run("predict", task, {"predict": loader}, data) as run:
-            folder = None
-            if output_dir is not None:
-                folder = Path(output_dir)
-                error = claim(folder) if run.is_main else None
-                run.devices.raise_together(error)
+            folder = None if output_dir is None else run.devices.on_main(lambda: claim(Path(output_dir)))
             [(name, ranked)] = run.evaluation_loaders.items()
             keep = return_predictions or folder is not None
             found = predict(run, ranked, run.evaluation_limits[name], keep=keep, output_dir=folder)
