@@ -206,11 +206,10 @@ class RankLoader:
             RankError: rank 0 failed while it read for this rank.
         """
         if self._dispatch is None:
-            yield from self._reader.open(epoch, start_samples, limit)
-        elif self._dispatch.rank == 0:
-            yield from self._deal(self._dispatch, epoch, start_samples, limit)
-        else:
-            yield from _receive(self._dispatch)
+            return self._reader.open(epoch, start_samples, limit)
+        if self._dispatch.rank == 0:
+            return self._deal(self._dispatch, epoch, start_samples, limit)
+        return _receive(self._dispatch)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -344,7 +343,7 @@ def _telling(dispatch: Dispatcher) -> Iterator[None]:
         raise
 
 
-def _receive(dispatch: Dispatcher) -> Iterator[Fetched]:
+def _receive(dispatch: Dispatcher) -> Generator[Fetched, None, None]:
     while True:
         dealt: _Dealt = dispatch.scatter(None)
         if dealt.error is not None:

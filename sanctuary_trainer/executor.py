@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from sanctuary_trainer.task import VisionTask
 
 
+_NO_CONTEXT = nullcontext()
+
+
 class Window(NamedTuple):
     """What came out of a window, alike on all ranks.
 
@@ -63,6 +66,7 @@ class Executor:
     def __init__(self, task: VisionTask, devices: Devices) -> None:
         self.task = task
         self.devices = devices
+        self._several = devices.world_size > 1
         self._wrap()
         self._share = 1.0
         self._expected = 1.0
@@ -76,9 +80,11 @@ class Executor:
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
 
     def _wrap(self) -> None:
-        several = self.devices.world_size > 1
+        several = self._several
         self._dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
         self.module = self.devices.wrap(self._dispatch)
+        # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
+        self._forward = self.module if several else self.module.forward
         self._checked = not several
 
     def follow_frozen(self) -> None:
@@ -98,7 +104,7 @@ class Executor:
         self._weights = []
         self._samples = self._batches = 0
         self._entered = False
-        self._synced = self.devices.world_size == 1
+        self._synced = not self._several
 
     def expect(self, samples: float) -> None:
         """How many samples the window will have over all ranks, the same number on all ranks."""
@@ -134,11 +140,13 @@ class Executor:
         if not join:
             self._samples += size
             self._batches += 1
-        carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
-        self._carried = carried
+        carried = NOTHING
+        if sync and self._several:
+            carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
+            self._carried = carried
         self._entered = True
-        with nullcontext() if sync else self.devices.no_sync(self.module):
-            scaled, ride, loss, weight = self.module(step, size, self._share, carried if sync else NOTHING)
+        with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
+            scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
             self._weights.append(weight)
             if scaled is not None:
                 if self.devices.scaler is not None:
@@ -177,7 +185,7 @@ class Executor:
         Where the collectives of a backward are under way already, it returns at once: then only the end of this
         process, or the timeout, tells the others.
         """
-        if self.devices.world_size == 1 or self.in_sync or self._synced:
+        if not self._several or self.in_sync or self._synced:
             return
         if self._entered and isinstance(self.module, nn.parallel.DistributedDataParallel):
             # The forward that died has sent its buffers already; the others would not answer a second time.
@@ -193,7 +201,7 @@ class Executor:
                 returned (None asked for anything, in the first).
         """
         ride = self._dispatch.ride
-        if self.devices.world_size == 1:
+        if not self._several:
             actual = float(sum(self._weights))
             factor = None if actual == self._expected or not actual else self._expected / actual
             return Window(actual > 0, factor, self._samples, self._batches, False, False, False)

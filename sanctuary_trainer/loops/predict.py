@@ -9,7 +9,9 @@ all ranks' outputs -> one item per sample, in reading order, the same on every r
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -19,6 +21,7 @@ from sanctuary_trainer.batch import to_samples
 from sanctuary_trainer.checkpointing import decode, encode, read_tensors, write_tensors
 from sanctuary_trainer.errors import DataError, RunFolderError
 from sanctuary_trainer.loops.evaluate import evaluating, walk
+from sanctuary_trainer.reading import Places
 
 if TYPE_CHECKING:
     from sanctuary_trainer.data import Fetched, RankLoader
@@ -47,7 +50,8 @@ def predict(
         DataError: `predict_step` did not return one item per sample.
     """
     writer = None if output_dir is None else _Writer(output_dir, run.rank)
-    kept: list[tuple[list[Any], int, Any]] = []
+    samples: list[Any] = []
+    kept: list[tuple[Places, int, Any]] = []
     shown = run.callbacks.has("on_predict_batch_end")
 
     def one(fetched: Fetched, batch_idx: int) -> None:
@@ -56,19 +60,21 @@ def predict(
             run.callbacks.on_predict_batch_end(run, fetched.batch, outputs, fetched.indices)
         if not keep:
             return
-        outputs = to_host(outputs)
         size = run.batch_samples
         if size is None:
             raise DataError(
                 f"The number of samples of a {type(fetched.batch).__name__} batch cannot be told; "
                 "override VisionTask.batch_size."
             )
-        keys = fetched.keys if len(fetched.keys) == size else [(*fetched.keys[0], n) for n in range(size)]
-        samples = to_samples(outputs, size)  # also where whole batches are kept: a wrong shape is told at once
+        outputs = to_host(outputs)
+        if writer is None and run.world_size == 1:
+            samples.extend(to_samples(outputs, size))  # read in reading order
+            return
+        check_samples(outputs, size)
         if writer is not None:
-            writer.add(keys, size, outputs)
+            writer.add(fetched.places, size, outputs)
         else:
-            kept.append((keys, size, samples if run.world_size == 1 else outputs))
+            kept.append((fetched.places, size, outputs))
 
     with evaluating(run, "predict"):
         walk(run, loader, limit, one)
@@ -79,22 +85,28 @@ def predict(
     if not keep:
         return None
     if run.world_size == 1:
-        pairs = [pair for keys, _, samples in kept for pair in zip(keys, samples, strict=True)]
-    else:
-        # Whole batches travel: a sample is a view of its batch, and pickling each would send the batch each time.
-        gathered = run.devices.gather_objects(kept)
-        pairs = [
-            pair
-            for rank in gathered
-            for keys, size, outputs in rank
-            for pair in zip(keys, to_samples(outputs, size), strict=True)
-        ]
-    pairs.sort(key=_key)
-    return [sample for _, sample in pairs]
+        return samples
+    # Whole batches travel: a sample is a view of its batch, and pickling each would send the batch each time.
+    gathered = [batch for rank in run.devices.gather_objects(kept) for batch in rank]
+    keyed = [
+        pair
+        for places, size, outputs in gathered
+        for pair in zip(_keys(places, size), to_samples(outputs, size), strict=True)
+    ]
+    keyed.sort(key=itemgetter(0))
+    return [sample for _, sample in keyed]
 
 
-def _key(pair: tuple[Any, Any]) -> Any:
-    return pair[0]
+def check_samples(outputs: Any, size: int) -> None:
+    """Raise the DataError of `to_samples` when the outputs are not one item per sample."""
+    if not (isinstance(outputs, torch.Tensor) and outputs.ndim and outputs.shape[0] == size):
+        to_samples(outputs, size)
+
+
+def _keys(places: Places, size: int) -> list[tuple[int, ...]]:
+    """Sort keys of the samples of a batch; one of unknown size has one place, and its samples follow each other."""
+    keys = places.keys()
+    return keys if len(keys) == size else [(*keys[0], number) for number in range(size)]
 
 
 def to_host(outputs: Any) -> Any:
@@ -116,10 +128,10 @@ class _Writer:
         self.folder, self.rank = folder, rank
         self._shard = 0
         self._bytes = 0
-        self._batches: list[tuple[list[Any], int, Any]] = []
+        self._batches: list[tuple[Places, int, Any]] = []
 
-    def add(self, keys: list[Any], size: int, outputs: Any) -> None:
-        self._batches.append((keys, size, outputs))
+    def add(self, places: Places, size: int, outputs: Any) -> None:
+        self._batches.append((places, size, outputs))
         self._bytes += _bytes(outputs)
         if self._bytes >= SHARD_BYTES:
             self.write()
@@ -130,8 +142,8 @@ class _Writer:
             return
         tensors: dict[str, torch.Tensor] = {}
         skeleton = [
-            {"keys": keys, "size": size, "outputs": encode(outputs, tensors, str(number))}
-            for number, (keys, size, outputs) in enumerate(self._batches)
+            {"places": _as_json(places), "size": size, "outputs": encode(outputs, tensors, str(number))}
+            for number, (places, size, outputs) in enumerate(self._batches)
         ]
         path = self.folder / f"predictions_{self.rank:05d}_{self._shard:06d}.safetensors"
         write_tensors(path, tensors, {"batches": json.dumps(skeleton)})
@@ -148,6 +160,16 @@ def _bytes(outputs: Any) -> int:
     return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else 100 for leaf in leaves)
 
 
+def _as_json(places: Places) -> list[Any]:
+    positions, *rest = places
+    return [positions.start, positions.stop, positions.step, *rest]
+
+
+def _from_json(places: list[Any]) -> Places:
+    start, stop, step, *rest = places
+    return Places(range(start, stop, step), *rest)
+
+
 class Predictions(Sequence[Any]):
     """Predictions in a folder, read when asked for: one item per sample, in reading order.
 
@@ -157,13 +179,18 @@ class Predictions(Sequence[Any]):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._paths = sorted(self.folder.glob("predictions_*.safetensors"))
-        places: list[tuple[Any, int, int]] = []
+        keys: list[tuple[int, ...]] = []
+        shards, places = array("q"), array("q")
         for number, path in enumerate(self._paths):
             _, metadata = read_tensors(path, only_metadata=True)
-            keys = [tuple(key) for batch in json.loads(metadata["batches"]) for key in batch["keys"]]
-            places += [(key, number, place) for place, key in enumerate(keys)]
-        places.sort(key=lambda place: place[0])
-        self._places = [(number, place) for _, number, place in places]
+            for batch in json.loads(metadata["batches"]):
+                keys += _keys(_from_json(batch["places"]), batch["size"])
+            shards.extend([number] * (len(keys) - len(shards)))
+            places.extend(range(len(keys) - len(places)))
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        # 8 bytes a number: a list of tuples would take 30 times as much for a million samples.
+        self._shards = array("q", (shards[number] for number in order))
+        self._places = array("q", (places[number] for number in order))
         self._open: dict[str, tuple[int, list[Any]]] = {}  # rank -> the shard of it that is in memory
 
     def __len__(self) -> int:
@@ -176,8 +203,7 @@ class Predictions(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        shard, place = self._places[index]
-        return self._samples(shard)[place]
+        return self._samples(self._shards[index])[self._places[index]]
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(len(self)):
