@@ -1089,6 +1089,18 @@ def test_rank_0_deals_streams_and_ready_batches(ranks: int, workers: int) -> Non
             assert sorted(everything(by_rank)) == list(range(3 if isinstance(make(0), list) else 10))
 
 
+def test_a_rank_that_is_dealt_nothing_ends_in_the_same_round() -> None:
+    """It must not wait for another deal: rank 0 may next be in a collective in which that rank is missing."""
+    ring = Ring(2)
+    first, second = (
+        RankLoader(DataLoader(Stream(4), 4), rank=rank, world_size=2, seed=0, dispatch=ring.at(rank)).epoch(0)
+        for rank in range(2)
+    )
+    assert samples(next(first)) == [0, 1, 2, 3]
+    assert next(second, None) is None and next(first, None) is None
+    assert ring.scatters == [1, 1]
+
+
 def test_dealing_stops_at_the_limit() -> None:
     for make in (
         lambda rank: DataLoader(Numbers(40), 4),
