@@ -116,8 +116,25 @@ def build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
             run.evaluation_loaders[key] = ranked(name, one)
             rounds = run.evaluation_loaders[key].num_rounds
             run.evaluation_limits[key] = limit_rounds(limit, rounds, f"limit_{name}_batches")
+    _check_alike(run)
     if run.verb == "fit":
         run.plan = _plan(run)
+
+
+def _check_alike(run: Run) -> None:
+    """Ranks that hold data of another length, or count otherwise, would lose samples or wait for ever."""
+    own = {name or "evaluation": loader.assumed for name, loader in run.evaluation_loaders.items()}
+    if run.train_loader is not None:
+        own["train"] = run.train_loader.assumed
+    for rank, other in enumerate(run.devices.gather_objects(own)):
+        for name, facts in own.items():
+            for fact, value in facts.items():
+                if other.get(name, {}).get(fact) != value:
+                    raise DataError(
+                        f"The {name} loader is not the same on all ranks: {fact} {value} on rank {run.rank}, "
+                        f"{other.get(name, {}).get(fact)} on rank {rank}. Build it alike on every rank (it is sharded "
+                        "for you), or give the Trainer shard_data=False where each rank has data of its own."
+                    )
 
 
 def _by_name(loader: Any) -> dict[str, Any]:

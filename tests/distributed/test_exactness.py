@@ -558,3 +558,14 @@ def test_layers_thawed_between_epochs_stay_alike_on_all_ranks(two_ranks: Ranks, 
     (expected,) = one_rank(thaw, 8)
     for found in two_ranks(thaw, 4):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def train_on_unequal_lengths() -> None:
+    import os
+
+    quiet_trainer(max_epochs=1).fit(Net(), loader(classes(16 + int(os.environ["RANK"])), 4))
+
+
+def test_data_of_unequal_length_is_refused_on_every_rank(two_ranks: Ranks) -> None:
+    for outcome in two_ranks.outcomes(train_on_unequal_lengths):
+        assert outcome.error is not None and "not the same on all ranks: samples 1" in outcome.error
