@@ -5,7 +5,8 @@ run; it imports them, starts no thread, joins no process group, and for every ca
 fresh processes within 0.1 s, as from a launcher: no state of an earlier test, and a hang costs only its own ranks.
 
     test             two_ranks(function, *args)                     function is sent by name, arguments are pickled
-      zygote           import the function's module, fork the ranks, watch them
+      zygote           import the function's module, fork the store's host and the ranks, watch them
+        store          where the ranks meet: as torchrun does it, not in rank 0, whose end would hide its peers' errors
         rank             set the launcher's environment, call, write the outcome to a file
         rank             ... wait until all ranks have one: a rank that leaves early would reset its peers' connections
       zygote           past the time limit: stacks of all threads into the rank's output, then kill the whole session
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -136,7 +138,7 @@ class Zygote:
                 name=function.__qualname__,
                 arguments=pickle.dumps((args, kwargs)),
                 timeout=timeout,
-                environment={**os.environ, **_launcher_environment(world_size)},
+                environment=dict(os.environ),
                 current_folder=os.getcwd(),
                 folder=Path(folder),
             )
@@ -195,22 +197,6 @@ class Zygote:
         raise RuntimeError(f"the process that forks the ranks {problem}; it wrote:\n{self.log.read().decode()}")
 
 
-def _launcher_environment(world_size: int) -> dict[str, str]:
-    """What torchrun would set, but for the rank; and that there is no accelerator, which accelerate must be told."""
-    if world_size == 1:
-        return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-
-
 def _read_outcome(folder: Path, rank: int, failure: str | None) -> Outcome:
     output = (folder / f"{rank}.output").read_text(errors="replace")
     if failure:
@@ -261,14 +247,24 @@ def _import_what_ranks_need() -> None:
 def _run_ranks(call: _Call, connection: Connection) -> list[str | None]:
     """Forks the ranks and waits for them; returns by rank what became of a process that left no outcome, else None."""
     gate, gatekeeper = os.pipe()
-    pids = []
-    for rank in range(call.world_size):
+
+    def fork(run: Callable[[], NoReturn]) -> int:
         pid = os.fork()
         if pid == 0:
             connection.close()
             os.close(gatekeeper)
-            _run_rank(call, rank, gate)
-        pids.append(pid)
+            run()
+        return pid
+
+    environment = dict(call.environment)
+    store = None
+    if call.world_size > 1:
+        ear, mouth = os.pipe()
+        store = fork(partial(_host_store, gate, mouth))
+        os.close(mouth)
+        environment |= _launcher_environment(call.world_size, port=os.read(ear, 16).decode())
+        os.close(ear)
+    pids = [fork(partial(_run_rank, call, rank, environment, gate)) for rank in range(call.world_size)]
     os.close(gate)
 
     started = time.monotonic()
@@ -293,10 +289,25 @@ def _run_ranks(call: _Call, connection: Connection) -> list[str | None]:
         os.kill(pids[rank], signal.SIGUSR2)
     if waiting:
         time.sleep(DUMP_SECONDS)
-    os.close(gatekeeper)  # lets the finished ranks leave
+    os.close(gatekeeper)  # lets the finished ranks and the store's host leave
     for rank in set(range(call.world_size)) - dead:
         _bury(pids[rank], at_once=rank in waiting)
+    if store is not None:
+        _bury(store, at_once=True)
     return failures
+
+
+def _launcher_environment(world_size: int, port: str) -> dict[str, str]:
+    """What torchrun would set, but for the rank; and that there is no accelerator, which accelerate must be told."""
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
 
 
 def _ended(connection: Connection) -> bool:
@@ -323,14 +334,30 @@ def _bury(pid: int, at_once: bool) -> None:
     os.waitpid(pid, 0)
 
 
+# In the store's host.
+
+
+def _host_store(gate: int, mouth: int) -> NoReturn:
+    """Hosts the store on a free port, says which, and leaves when the gate closes."""
+    try:
+        os.setsid()
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(mouth, str(store.port).encode())
+        os.read(gate, 1)
+    finally:
+        os._exit(0)
+
+
 # In a rank.
 
 
-def _run_rank(call: _Call, rank: int, gate: int) -> NoReturn:
+def _run_rank(call: _Call, rank: int, environment: dict[str, str], gate: int) -> NoReturn:
     """Calls the function and writes the outcome; never returns, so that no line of the zygote runs twice."""
     try:
         os.setsid()  # a session of its own, so that its children can be killed with it
-        _enter(call, rank)
+        _enter(call, rank, environment)
         try:
             args, kwargs = pickle.loads(call.arguments)
             function = importlib.import_module(call.module)
@@ -352,7 +379,7 @@ def _run_rank(call: _Call, rank: int, gate: int) -> NoReturn:
         os._exit(0)
 
 
-def _enter(call: _Call, rank: int) -> None:
+def _enter(call: _Call, rank: int, environment: dict[str, str]) -> None:
     """Makes the forked process look like one that a launcher has just started."""
     output = os.open(call.folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -361,7 +388,7 @@ def _enter(call: _Call, rank: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     os.environ.clear()
-    os.environ.update(call.environment)
+    os.environ.update(environment)
     if call.world_size > 1:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.chdir(call.current_folder)
