@@ -4,6 +4,7 @@ import ast
 import configparser
 import graphlib
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -29,37 +30,35 @@ ROOMS = {
     "metrics": 200,
     "records": 250,
     "seeding": 150,
-    "reading": 400,
+    "reading": 450,
     "data": 350,
     "checkpointing": 300,
     "task": 250,
     "plan": 150,
+    "configured": 150,
     "optimization": 150,
     "event_file": 100,
     "tracking": 150,
     "recovery": 300,
-    "executor": 150,
+    "dispatch": 150,
+    "executor": 160,
     "feed": 120,
     "run": 200,
     "loops": 150,
+    "building": 250,
     "trainer": 300,
     "__init__": 80,
     "callbacks": 200,
     "tasks": 150,
-    "cli": 100,
+    "cli": 120,
     "__main__": 20,
 }
 # A module may be half as long again as it is meant to be; more needs a reason here.
 LONGER: dict[str, tuple[int, str]] = {
-    "executor": (330, "also reads what a training step may return, and ends a window late on an accelerator"),
-    "optimization": (280, "every form that configure_optimizers may return, each mistake with its own message"),
-    "reading": (620, "three kinds of data, each with its order, its dealing and its seeds"),
-    "run": (370, "the documented face of a run: more docstring than code"),
+    "loops.predict": (240, "also the predictions on disk: written batch by batch, read as a lazy sequence"),
+    "run": (350, "the documented face of a run: more docstring than code"),
     "task": (390, "what a user overrides, documented method by method, and a task's weights on disk"),
-    "trainer": (560, "forty documented settings, and what each verb builds and takes apart"),
 }
-# Rooms that later issues open: nothing is missing while they are not there.
-NOT_YET = {"checkpointing"}
 
 ACCELERATE_IN = {"devices", "data", "tracking"}
 # Where an exception of any kind may end, and who is told of it.
@@ -138,7 +137,7 @@ def imports_of_ours(name: str) -> set[str]:
 def test_every_room_of_the_house_is_there_and_no_other() -> None:
     found = {room(name) for name in modules()}
     assert found - ROOMS.keys() == set(), "give a new module its place in ROOMS"
-    assert ROOMS.keys() - found - NOT_YET == set(), "missing"
+    assert ROOMS.keys() - found == set(), "missing"
 
 
 def test_imports_point_only_up() -> None:
@@ -304,8 +303,12 @@ def test_hooks_are_those_that_the_loops_call() -> None:
 
 
 def test_hooks_are_those_in_the_docs() -> None:
-    """docs/architecture.md has a section whose heading says "hooks", with a table: one hook a row, its name first."""
+    """The section of docs/architecture.md that says "Hooks" has a table: one hook a row, its name first."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    sections = [part for part in re.split(r"^#+ ", text, flags=re.MULTILINE) if "hooks" in part.splitlines()[0].lower()]
-    rows = re.findall(r"^\| *`(\w+)", "\n".join(sections), flags=re.MULTILINE)
+    section = re.search(r"^#+ Hooks.*?(?=^#+ |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    assert section is not None
+    rows = dict(re.findall(r"^\| *`(\w+)\((.*?)\)`", section[0], flags=re.MULTILINE))
     assert sorted(rows) == sorted(hooks_defined())
+    for name, parameters in rows.items():
+        signature = inspect.signature(getattr(sanctuary_trainer.Callback, name))
+        assert parameters.split(", ") == list(signature.parameters)[1:]
