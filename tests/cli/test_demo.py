@@ -98,7 +98,7 @@ def test_a_failure_in_one_of_several_processes_is_told_in_a_sentence(tmp_path: P
     )
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert re.search(r"error: Process \d of 2 failed: .*The run folder cannot be made", line)
+    assert re.search(r"error: Process \d of 2 failed: .*Error: .*file", line)
 
 
 @pytest.mark.slow
