@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .errors import DataError
 
-__all__ = ["batch_size", "move", "split", "to_samples"]
+__all__ = ["batch_size", "map_tensors", "move", "split", "to_samples"]
 
 _IMAGE_CHANNELS = (1, 3, 4)
 
@@ -115,6 +115,19 @@ def move(batch: Any, device: torch.device | str, non_blocking: bool = False, cha
         to = None if isinstance(batch, type) else getattr(batch, "to", None)
         return to(device) if callable(to) else batch
     values = [move(field, device, non_blocking, channels_last) for field in fields]
+    if all(new is old for new, old in zip(values, fields, strict=True)):
+        return batch
+    return _rebuild(batch, values)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The same nesting with each tensor replaced by `function(tensor)`; the same object where nothing changed."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    fields = _fields(batch)
+    if fields is None:
+        return batch
+    values = [map_tensors(function, field) for field in fields]
     if all(new is old for new, old in zip(values, fields, strict=True)):
         return batch
     return _rebuild(batch, values)

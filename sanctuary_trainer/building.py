@@ -5,7 +5,6 @@ Each function does one thing to the run it is given; the order stands in `traine
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -116,25 +115,47 @@ def build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
             run.evaluation_loaders[key] = ranked(name, one)
             rounds = run.evaluation_loaders[key].num_rounds
             run.evaluation_limits[key] = limit_rounds(limit, rounds, f"limit_{name}_batches")
-    _check_alike(run)
+
+
+def check_alike(run: Run) -> None:
+    """Check that the ranks hold the same data, and give a fit its plan.
+
+    Ranks that hold data of another length, or count otherwise, would lose samples or wait for ever.
+
+    Raises:
+        DataError: on every rank alike.
+    """
+    loaders = {f"evaluation loader {name!r}": loader for name, loader in run.evaluation_loaders.items()}
+    if run.train_loader is not None:
+        loaders["training loader"] = run.train_loader
+    everywhere = run.devices.gather_objects({name: loader.assumed for name, loader in loaders.items()})
+    for rank, other in enumerate(everywhere):
+        for name in {**everywhere[0], **other}:
+            first, there = everywhere[0].get(name), other.get(name)
+            if first != there:
+                raise DataError(
+                    f"The {name} is not the same on all ranks: {first or 'none'} on rank 0, {there or 'none'} on rank "
+                    f"{rank}. Build it alike on every rank (it is sharded for you), or give the Trainer "
+                    "shard_data=False where each rank has data of its own."
+                )
     if run.verb == "fit":
         run.plan = _plan(run)
 
 
-def _check_alike(run: Run) -> None:
-    """Ranks that hold data of another length, or count otherwise, would lose samples or wait for ever."""
-    own = {name or "evaluation": loader.assumed for name, loader in run.evaluation_loaders.items()}
-    if run.train_loader is not None:
-        own["train"] = run.train_loader.assumed
-    for rank, other in enumerate(run.devices.gather_objects(own)):
-        for name, facts in own.items():
-            for fact, value in facts.items():
-                if other.get(name, {}).get(fact) != value:
-                    raise DataError(
-                        f"The {name} loader is not the same on all ranks: {fact} {value} on rank {run.rank}, "
-                        f"{other.get(name, {}).get(fact)} on rank {rank}. Build it alike on every rank (it is sharded "
-                        "for you), or give the Trainer shard_data=False where each rank has data of its own."
-                    )
+def convert(run: Run) -> None:
+    """Bring the task to its device, in the form that the settings ask for.
+
+    Raises:
+        SettingsError: synchronised batch norm was asked for on a CPU.
+    """
+    settings, task, devices = run.settings, run.task, run.devices
+    if settings["sync_batchnorm"] and devices.world_size > 1 and run.verb == "fit":
+        if devices.device.type == "cpu":
+            raise SettingsError("sync_batchnorm=True works on accelerators only, and this run is on a CPU.")
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(task)
+    task.to(devices.device)
+    if settings["channels_last"]:
+        task.to(memory_format=torch.channels_last)
 
 
 def _by_name(loader: Any) -> dict[str, Any]:
@@ -153,6 +174,9 @@ def _plan(run: Run) -> Plan:
     settings, loader = run.settings, run.train_loader
     assert loader is not None
     rounds = limited(loader.num_rounds, run.train_limit) if loader.num_rounds is not None else None
+    if not loader.sized:  # each rank knows its own data only: the run is as long as the longest
+        everywhere = run.devices.gather_objects(rounds)
+        rounds = None if None in everywhere else max(everywhere)
     if rounds == 0:
         raise DataError(
             f"The training loader gives no batch: {loader.num_samples} samples, batch size {loader.batch_size}, "
@@ -199,6 +223,7 @@ def compile_children(run: Run) -> None:
     for child in run.task.children():
         if any(True for _ in child.parameters()) and child._compiled_call_impl is None:
             child.compile(**arguments)
+            run.compiled.append(child)
 
 
 def make_run_dir(run: Run) -> Path:
@@ -244,20 +269,9 @@ def claim(folder: Path) -> Path:
         raise RunFolderError(f"The folder {folder} cannot be made: {error}") from error
     if holds:
         raise RunFolderError(
-            f"The folder {folder} is not empty: it holds another run. Give another name, or remove it."
+            f"The folder {folder} is not empty: it holds another run's files. Give another name, or remove it."
         )
     return folder
-
-
-def seed_everything(seed: int) -> None:
-    """Seed `random`, torch on every device, and numpy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed % 2**32)
 
 
 @contextmanager

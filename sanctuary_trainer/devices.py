@@ -7,7 +7,7 @@ The loops hold no `if` about distribution, precision or device; they ask here.
       .wrap(module)              DDP on several ranks, autocast around forward
       .no_sync(module)           gradients stay on this rank
       .autocast()                for steps that run outside the wrapped module (evaluation, prediction)
-      .agree / .gather_... / .scatter / .broadcast_object / .barrier
+      .agree / .gather_... / .scatter / .broadcast_object / .together / .on_main
                                  between ranks on a gloo group kept beside NCCL: never waits for a device
 """
 
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 # One group per process group of the world, made by all ranks together: a second Trainer finds it here.
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_timeout_changed = False
 
 _CLUSTER_SWITCHES = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -88,7 +89,9 @@ class Devices:
                     f"The launcher asks for {name} ({variable}), which this version does not support. "
                     "Launch with plain data parallelism (DDP)."
                 )
-        if accelerator is None:
+        self._shared = _shared_states()
+        made = accelerator is None
+        if made:
             # Left to itself, accelerate runs one unconnected process per rank where there is no accelerator.
             launched = launcher_int("WORLD_SIZE", 1)
             cpu = bool(cpu) or (launched > 1 and not torch.accelerator.is_available())
@@ -98,10 +101,19 @@ class Devices:
                     f"The launcher started {launched} processes (WORLD_SIZE), but accelerate connected "
                     f"{accelerator.num_processes}. Launch with torchrun, or with `accelerate launch --multi_gpu`."
                 )
-        elif mixed_precision is not None and mixed_precision != accelerator.mixed_precision:
+        else:
+            _check_given(accelerator, mixed_precision)
+        # What holds where the Trainer says nothing: the given accelerator's word, else the launcher's.
+        self.accumulation: int = accelerator.gradient_accumulation_steps
+        if made:
+            self.accumulation = launcher_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)
+        if self.accumulation < 1:
             raise SettingsError(
-                f"mixed_precision={mixed_precision!r} contradicts the given accelerator, which was made with "
-                f"{accelerator.mixed_precision!r}. Give one of the two."
+                f"The launcher's gradient_accumulation_steps is {self.accumulation}; at least 1 was expected."
+            )
+        if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+            raise SettingsError(
+                f"The launcher's mixed_precision is {accelerator.mixed_precision!r}; no, bf16 or fp16 was expected."
             )
         handler = accelerator.ddp_handler
         if handler is not None and handler.static_graph:
@@ -121,7 +133,7 @@ class Devices:
         self.local_rank: int = accelerator.local_process_index
         self.world_size: int = accelerator.num_processes
         self.mixed_precision: str = accelerator.mixed_precision
-        self.scaler: torch.amp.GradScaler | None = accelerator.scaler
+        self.scaler = None if accelerator.scaler is None else _new_scaler(accelerator)
         # On an accelerator the host does not wait for what the ranks agreed in a step: it reads it one step later.
         self.reads_late = self.device.type != "cpu"
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
@@ -129,9 +141,16 @@ class Devices:
                 "mixed_precision='fp16' does not work on a CPU (accelerate would run float32 without a word). "
                 "Use 'bf16' or 'no'."
             )
-        if timeout is not None and self.world_size > 1:
-            _set_timeout(timeout)
-        self._group = _host_group(timeout) if self.world_size > 1 else None
+        self.told: Exception | None = None  # the error that `raise_together` has brought to all ranks
+        self._group = _host_group() if self.world_size > 1 else None
+        if self.world_size > 1:
+            _set_timeouts(timeout)
+
+    def close(self) -> None:
+        """Give accelerate the state back in which it was, so that an Accelerator made before goes on working."""
+        for shared, former in self._shared:
+            shared.clear()
+            shared.update(former)
 
     @property
     def is_main(self) -> bool:
@@ -210,19 +229,15 @@ class Devices:
         dist.scatter_object_list(box, list(values) if values is not None else None, src=0, group=self._group)
         return box[0]
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.agree([0.0])
-
     @contextmanager
-    def main_first(self) -> Iterator[bool]:
-        """Run the block on the first rank of each machine while the others wait; yields whether this is that rank.
+    def together(self) -> Iterator[None]:
+        """What is raised inside on one rank is raised on all of them at the end of the block: a RankError elsewhere.
 
-        An error of one rank reaches all of them.
+        No collective may stand inside.
         """
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
-            yield self.is_local_main
+            yield
         except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
             error = raised
         self.raise_together(error)
@@ -230,24 +245,26 @@ class Devices:
     def on_main(self, make: Callable[[], T]) -> T:
         """What `make()` returns on rank 0, on every rank; its error there reaches all of them."""
         made: Any = None
-        error: Exception | None = None
-        if self.is_main:
-            try:
+        with self.together():
+            if self.is_main:
                 made = make()
-            except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
-                error = raised
-        self.raise_together(error)
         value: T = self.broadcast_object(made)
         return value
 
-    def raise_together(self, error: BaseException | None) -> None:
+    def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank when any rank has an `error`: its own where it happened, a RankError elsewhere."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        if not self.agree([float(error is not None)])[0]:
+            return
         texts = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        if failed:
-            raise RankError(f"Another rank failed and this one (rank {self.rank}) ends with it. {'; '.join(failed)}")
+        self.told = error or RankError(
+            f"Another rank failed and this one (rank {self.rank}) ends with it. {'; '.join(failed)}"
+        )
+        raise self.told
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank rank 0's values of these tensors, in place, in one collective for each dtype."""
@@ -262,6 +279,32 @@ class Devices:
                 dist.broadcast(packed, src=0)
                 for tensor, part in zip(same, packed.split([t.numel() for t in same]), strict=True):
                     tensor.copy_(part.view_as(tensor))
+
+
+def _shared_states() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What accelerate keeps in the process, and a copy of it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    return [(c._shared_state, dict(c._shared_state)) for c in (AcceleratorState, GradientState, PartialState)]
+
+
+def _check_given(accelerator: Any, mixed_precision: str | None) -> None:
+    if mixed_precision is not None and mixed_precision != accelerator.mixed_precision:
+        raise SettingsError(
+            f"mixed_precision={mixed_precision!r} contradicts the given accelerator, which was made with "
+            f"{accelerator.mixed_precision!r}. Give one of the two."
+        )
+    plugin = accelerator.state.dynamo_plugin
+    if plugin is not None and plugin.backend.value.lower() != "no":
+        raise NotSupportedError(
+            "The given accelerator compiles what it prepares, logging included. Give the Trainer compile= instead."
+        )
+
+
+def _new_scaler(accelerator: Any) -> torch.amp.GradScaler:
+    """A scaler of this run alone, with the settings of the accelerator's."""
+    handler = accelerator.scaler_handler
+    return torch.amp.GradScaler(accelerator.device.type, **({} if handler is None else handler.to_kwargs()))
 
 
 def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | None, find_unused: bool) -> Any:
@@ -286,22 +329,27 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
     )
 
 
-def _host_group(timeout: float | None) -> dist.ProcessGroup:
+def _host_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _host_groups:
-        if dist.get_backend() == "gloo":
-            _host_groups[world] = world
-        else:
-            wait = None if timeout is None else timedelta(seconds=timeout)
-            group = dist.new_group(backend="gloo", timeout=wait)
-            assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-            _host_groups[world] = group
+        group: Any = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        _host_groups[world] = group
     return _host_groups[world]
 
 
-def _set_timeout(seconds: float) -> None:
-    # The group outlives a Trainer, so a second Trainer's timeout has to be set on it; torch has no public name for it.
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+def _set_timeouts(seconds: float | None) -> None:
+    """Set how long a collective waits in this run: the groups outlive it. None: torch's default, if it was changed."""
+    from torch.distributed import distributed_c10d
 
-    _set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    global _timeout_changed
+    if seconds is None and not _timeout_changed:
+        return
+    _timeout_changed = seconds is not None
+    wait = distributed_c10d.default_pg_timeout if seconds is None else timedelta(seconds=seconds)
+    # torch has a public name for it since 2.14 only.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    world = dist.group.WORLD
+    assert world is not None
+    for group in {world, _host_groups[world]}:
+        set_timeout(wait, group)

@@ -33,6 +33,8 @@ class Dispatch(nn.Module):
         super().__init__()
         self.task = task
         trainable = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient: nothing can be trained.")
         self.trainable = trainable
         self.joins = joins
         if rides:
@@ -48,7 +50,7 @@ class Dispatch(nn.Module):
 
     def forward(
         self, step: Callable[[], Any] | None, size: float, share: float, carried: list[float]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float | torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float]:
         """Run `step` and weigh its loss.
 
         Args:
@@ -59,27 +61,24 @@ class Dispatch(nn.Module):
 
         Returns:
             scaled loss, the ride's term, the loss as the user returned it (detached), its weight. Without a step, or
-            when the batch is left out, the losses are None and the weight is 0.
+            when the batch is left out, the user's loss is None and the weight is 0.
         """
         loss, weight = (None, 0.0) if step is None else read_output(step(), size)
         scaled: torch.Tensor | None = None
         if loss is not None:
-            if isinstance(weight, torch.Tensor):
-                # `where` and not a product: a mean over nothing is NaN, and NaN x 0 is NaN.
-                scaled = torch.where(weight > 0, loss * (weight / share), 0.0)
-            else:
-                divisor = share / weight
-                scaled = loss if divisor == 1.0 else loss / divisor
-        if scaled is None and self.joins:
+            divisor = share / weight
+            scaled = loss if divisor == 1.0 else loss / divisor
+        elif self.joins:
             scaled = zero_loss(self.trainable)
+        detached = None if loss is None else loss.detach()
         if self.ride is None:
-            return scaled, None, None if loss is None else loss.detach(), weight
-        told = torch.tensor(carried, dtype=self.ride.dtype, device=self.ride.device)
-        told[0] = weight
-        return scaled, (self.ride * told).sum(), None if loss is None else loss.detach(), weight
+            return scaled, None, detached, weight
+        # Made on the host and copied without waiting: torch.tensor(..., device=...) would wait for the device.
+        told = torch.tensor([weight, *carried[1:]], dtype=self.ride.dtype).to(self.ride.device, non_blocking=True)
+        return scaled, (self.ride * told).sum(), detached, weight
 
 
-def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float | torch.Tensor]:
+def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float]:
     """The loss and the weight in what `training_step` returned; (None, 0.0) when the batch is left out.
 
     Raises:
@@ -87,19 +86,17 @@ def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float | 
     """
     if type(output) is torch.Tensor and output.dim() == 0 and output.requires_grad:
         return output, size  # what most steps return, and a third of a check's time saved
-    weight: float | torch.Tensor = size
-    loss = output
+    loss, weight = output, size
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise TaskError(
                 f'training_step returned a dict with the keys {sorted(map(str, output))}; the key "loss" is missing.'
             )
         loss = output["loss"]
-        given = output.get("weight")
-        if given is not None:
-            weight = given.detach() if isinstance(given, torch.Tensor) else float(given)
-    if loss is None:
-        return None, 0.0
+        if output.get("weight") is not None:
+            weight = _number(output["weight"])
+    if loss is None or weight == 0.0:
+        return None, 0.0  # a weight of 0 is known before the loss is looked at: a mean over nothing is NaN
     if not isinstance(loss, torch.Tensor):
         raise TaskError(
             f"training_step returned {type(loss).__name__}; a scalar loss tensor, "
@@ -109,22 +106,19 @@ def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float | 
         raise TaskError(
             f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number, e.g. .mean()."
         )
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            raise TaskError(f"training_step returned a weight of shape {tuple(weight.shape)}; one number was expected.")
-        weight = weight.reshape(())
-        if weight.device.type == "cpu":
-            weight = float(weight)  # costs nothing here, and tells a weight of 0 before the loss is looked at
-        else:
-            weight = weight.to(loss.device)
-    if isinstance(weight, float):
-        if not weight >= 0.0 or weight == float("inf"):
-            raise TaskError(f"training_step returned weight={weight}; a finite number of at least 0 was expected.")
-        if weight == 0.0:
-            return None, 0.0
     if not loss.requires_grad:
         raise TaskError(
             "training_step returned a loss without a graph, so nothing can be learned from it. "
             "Do not detach it or compute it under torch.no_grad(), and check that some parameter requires a gradient."
         )
     return loss.reshape(()) if loss.dim() else loss, weight
+
+
+def _number(weight: Any) -> float:
+    """A weight as a number. One on an accelerator is waited for: that it is 0 must be known before backward."""
+    if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+        raise TaskError(f"training_step returned a weight of shape {tuple(weight.shape)}; one number was expected.")
+    number = float(weight)
+    if not 0.0 <= number < float("inf"):
+        raise TaskError(f"training_step returned weight={number}; a finite number of at least 0 was expected.")
+    return number

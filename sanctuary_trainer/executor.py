@@ -1,6 +1,7 @@
 """One batch: forward, backward, gradient sync. `run.execute(batch, sync)` is this, unless a callback wraps it.
 
     executor.begin(), executor.expect(samples)   the samples of the window over all ranks, alike on all ranks
+      count(size) for each batch of this rank
       execute(batch, sync) for each batch        sync on the window's last batch of this rank only
         training_step under autocast             -> loss, weight n
         backward of loss x n x ranks / expected  (DDP averages over the ranks, hence x ranks)
@@ -61,23 +62,25 @@ class Executor:
     Args:
         task: the task on its device; at least one parameter must require a gradient.
         devices: where it runs.
+
+    Raises:
+        TaskError: no parameter requires a gradient.
     """
 
     def __init__(self, task: VisionTask, devices: Devices) -> None:
         self.task = task
         self.devices = devices
         self._several = devices.world_size > 1
-        self._wrap()
-        self._share = 1.0
-        self._expected = 1.0
-        self._weights: list[float | torch.Tensor] = []
-        self._samples = 0
-        self._batches = 0
-        self._entered = False  # whether a forward of this window has begun
+        self._expected = self._share = 1.0
+        self._weight = 0.0
+        self._samples = self._batches = 0
         self._carried = NOTHING
-        self._late: tuple[torch.Tensor, torch.Event] | None = None  # on an accelerator: what the window before told
+        self._late = False
+        self._before: tuple[torch.Tensor, torch.Event | None] | None = None  # what the window before told, if late
+        self._entered = False  # whether a forward of this window has begun
         self._synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
+        self._wrap()
 
     def _wrap(self) -> None:
         several = self._several
@@ -86,6 +89,11 @@ class Executor:
         # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
         self._forward = self.module if several else self.module.forward
         self._checked = not several
+
+    @property
+    def has_synced(self) -> bool:
+        """Whether this rank has given all that it owes to the window."""
+        return self._synced
 
     def follow_frozen(self) -> None:
         """Wrap anew, and wake up, when other parameters require a gradient than before: layers frozen or thawed.
@@ -99,9 +107,15 @@ class Executor:
         self._wrap()
         self.task.train_mode()
 
-    def begin(self) -> None:
-        """Start a window; from here on `fail` can tell the other ranks."""
-        self._weights = []
+    def begin(self, late: bool = False) -> None:
+        """Start a window; from here on `fail` can tell the other ranks.
+
+        Args:
+            late: on an accelerator, do not wait for what the ranks tell each other in this window: it is read in the
+                next one. Only where every rank's next act is a window.
+        """
+        self._late = late
+        self._weight = 0.0
         self._samples = self._batches = 0
         self._entered = False
         self._synced = not self._several
@@ -110,6 +124,11 @@ class Executor:
         """How many samples the window will have over all ranks, the same number on all ranks."""
         self._expected = samples
         self._share = samples / self.devices.world_size
+
+    def count(self, size: int) -> None:
+        """A batch of this rank, of `size` samples, belongs to the window, in whatever pieces it is run."""
+        self._samples += size
+        self._batches += 1
 
     def execute(
         self,
@@ -122,7 +141,7 @@ class Executor:
         more: bool = False,
         stop: bool = False,
         failed: bool = False,
-    ) -> tuple[torch.Tensor, float | torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, float] | None:
         """Forward and backward of one batch.
 
         Args:
@@ -137,9 +156,6 @@ class Executor:
             The loss as the user returned it (detached) and its weight; None when the step left the batch out.
         """
         step = None if join else partial(self.task.training_step, batch, batch_idx)
-        if not join:
-            self._samples += size
-            self._batches += 1
         carried = NOTHING
         if sync and self._several:
             carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
@@ -147,7 +163,6 @@ class Executor:
         self._entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
             scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
-            self._weights.append(weight)
             if scaled is not None:
                 if self.devices.scaler is not None:
                     scaled = self.devices.scaler.scale(scaled)
@@ -156,6 +171,7 @@ class Executor:
                 self.in_sync = sync
                 scaled.backward()
                 self.in_sync = False
+        self._weight += weight
         if sync and not self._synced:
             self._synced = True
             self._check_gradients()
@@ -179,62 +195,84 @@ class Executor:
         if not self._synced:
             self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, next_window: bool | None = None) -> None:
         """Tell the other ranks, with the window they are in, that this rank failed; raises `error` together with them.
 
-        Where the collectives of a backward are under way already, it returns at once: then only the end of this
-        process, or the timeout, tells the others.
+        It returns at once where that cannot be: the ranks know already, the collectives of a backward are under way, or
+        the others are at something else than a window. Then the end of this process, or the timeout, tells them.
+
+        Args:
+            error: what was raised here.
+            next_window: when this rank has synced its window: whether the next one is late, if the others go on to one
+                at once; None if they do something else before.
         """
-        if not self._several or self.in_sync or self._synced:
+        if not self._several or self.in_sync or self.devices.told is error:
             return
-        if self._entered and isinstance(self.module, nn.parallel.DistributedDataParallel):
+        if self._synced:
+            if next_window is None:
+                return
+            self.begin(late=next_window)
+        elif self._entered and isinstance(self.module, nn.parallel.DistributedDataParallel):
             # The forward that died has sent its buffers already; the others would not answer a second time.
             self.module.require_forward_param_sync = False
         self.join(failed=True)
+        if self._late:  # the others read it in the window after
+            self.begin()
+            self.join(failed=True)
         self.devices.raise_together(error)
 
-    def finish(self, late: bool = False) -> Window:
-        """What the window came to, over all ranks.
-
-        Args:
-            late: on an accelerator, do not wait for the counts and flags of this window: those of the one before are
-                returned (None asked for anything, in the first).
-        """
-        ride = self._dispatch.ride
+    def finish(self) -> Window:
+        """What the window came to, over all ranks; in a late window the flags are those of the window before."""
         if not self._several:
-            actual = float(sum(self._weights))
+            actual = self._weight
             factor = None if actual == self._expected or not actual else self._expected / actual
             return Window(actual > 0, factor, self._samples, self._batches, False, False, False)
-        if ride is None:
-            own = torch.tensor(self._carried, dtype=torch.float32, device=self.devices.device)
-            own[0] = sum(self._weights)
-            told = self.devices.sum_on_device(own)
-        else:
-            assert ride.grad is not None
-            told, ride.grad = ride.grad * self.devices.world_size, None
+        told = self._told()
         # Summing the ranks' weights rounds (8 / 3 + 8 / 3 + 8 / 3): a factor this near to 1 is taken for 1.
         rounding = 8 * torch.finfo(told.dtype).eps
-        if late and self.devices.reads_late:
-            return self._finish_late(told, rounding)
+        before, self._before = _read(self._before), None
+        if self._late:
+            ratio = self._expected / told[0]
+            close = ((ratio - 1).abs() <= rounding) | (told[0] <= 0)
+            self._before = _copied(told)
+            # Where this rank gave a weight itself, there is an update; only else the sum has to be waited for.
+            updates = self._weight > 0 or float(told[0]) > 0
+            flags = [flag > 0.5 for flag in before[4:]]
+            return Window(updates, torch.where(close, 1.0, ratio), self._samples, self._batches, True, *flags)
         weight, samples, batches, more, stop, failed = told.tolist()
+        # What was told in a late window before this one counts too.
+        stop, failed = stop + before[4], failed + before[5]
         same = abs(weight - self._expected) <= rounding * self._expected
         factor = None if same or weight <= 0 else self._expected / weight
         return Window(weight > 0, factor, round(samples), round(batches), more > 0.5, stop > 0.5, failed > 0.5)
 
-    def _finish_late(self, told: torch.Tensor, rounding: float) -> Window:
-        ratio = self._expected / told[0]
-        as_it_is = ((ratio - 1).abs() <= rounding) | (told[0] <= 0)
-        factor = torch.where(as_it_is, 1.0, ratio)
-        # This rank knows that there is an update when it gave a weight itself; only else it has to wait for the sum.
-        gave = any(isinstance(weight, float | int) and weight > 0 for weight in self._weights)
-        updates = gave or float(told[0]) > 0
-        copied = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.device.type == "cuda")
-        copied.copy_(told, non_blocking=True)
-        arrived = torch.Event(told.device.type)
-        arrived.record()
-        before, self._late = self._late, (copied, arrived)
-        if before is None:
-            return Window(updates, factor, 0, 0, False, False, False)
-        before[1].synchronize()  # the step before's: it has long arrived
-        _, samples, batches, more, stop, failed = before[0].tolist()
-        return Window(updates, factor, round(samples), round(batches), more > 0.5, stop > 0.5, failed > 0.5)
+    def _told(self) -> torch.Tensor:
+        """What all ranks told in this window, summed, on the device."""
+        ride = self._dispatch.ride
+        if ride is None:
+            own = torch.tensor([self._weight, *self._carried[1:]], dtype=torch.float32)
+            return self.devices.sum_on_device(own.to(self.devices.device, non_blocking=True))
+        assert ride.grad is not None
+        told, ride.grad = ride.grad * self.devices.world_size, None  # DDP has averaged
+        return told
+
+
+def _copied(told: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """Start a copy to the host; whoever reads it later need not wait."""
+    if told.device.type == "cpu":
+        return told, None
+    copied = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.device.type == "cuda")
+    copied.copy_(told, non_blocking=True)
+    arrived = torch.Event(told.device.type)
+    arrived.record()
+    return copied, arrived
+
+
+def _read(copy: tuple[torch.Tensor, torch.Event | None] | None) -> list[float]:
+    """What was copied: nothing for the first window, else what has long arrived."""
+    if copy is None:
+        return NOTHING
+    if copy[1] is not None:
+        copy[1].synchronize()
+    values: list[float] = copy[0].tolist()
+    return values

@@ -1,10 +1,11 @@
 """The batches of one epoch on their device, one ahead of use where that helps.
 
-    Feed.take()    the next round of this rank, on the device
-    Feed.more      whether this rank has another: known for loaders whose rounds are known, else by reading one ahead
+    Feed.more          whether this rank has another round: known where the rounds are, else by reading one ahead
+    Feed.take()        the next round of this rank, on the device
+    Feed.read_ahead()  called when the step's work is in the device's queue: copy the next batch beside it
 
-On CUDA the copy of the next batch runs on a stream of its own while the present batch computes. On the CPU nothing is
-copied, so nothing is read ahead unless the end of a stream has to be known.
+On CUDA the copy runs on a stream of its own while the present batch computes. On the CPU nothing is copied, so nothing
+is read ahead unless the end of a stream has to be known.
 """
 
 from __future__ import annotations
@@ -52,30 +53,36 @@ class Feed:
         self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
         self._finish = finish
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._used: torch.cuda.Event | None = None  # when the batches before the present one are done with
         self._in_place = device.type == "cpu" and not channels_last
-        self._ahead = self.rounds is None or self._copies is not None
         self._next: Fetched | None = None
         self.more = self.rounds is None or self.rounds > 0
-        if self._ahead:
-            self._read_ahead()
+        if self.rounds is None:
+            self._read()
 
     def take(self) -> Fetched:
         """The next round; its batch is None when this rank has nothing in it."""
-        if self._ahead:
-            fetched = self._next
-            assert fetched is not None
-            if self._copies is not None and fetched.batch is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._copies)
-                _used_here(fetched.batch, self._device)
-            self._read_ahead()
-        else:
-            fetched = self._placed(next(self._fetched))
+        if self._next is None:
+            self._read()
+        fetched, self._next = self._next, None
+        assert fetched is not None
+        if self._copies is not None:
+            compute = torch.cuda.current_stream(self._device)
+            compute.wait_stream(self._copies)
+            self._used = compute.record_event()
         self.taken += 1
-        if self.rounds is not None:
+        if self.rounds is None:
+            self._read()
+        else:
             self.more = self.taken < self.rounds
         if self._finish is not None and fetched.batch is not None:
             fetched = fetched._replace(batch=self._finish(fetched.batch))
         return fetched
+
+    def read_ahead(self) -> None:
+        """Copy the next batch to the device beside the work that is queued there; nothing where no copy is needed."""
+        if self._copies is not None and self._next is None and self.more:
+            self._read()
 
     def close(self) -> None:
         """Stop reading; workers that are not persistent end."""
@@ -83,16 +90,21 @@ class Feed:
         if close is not None:
             close()
 
-    def _read_ahead(self) -> None:
-        fetched = next(self._fetched, None)
-        if fetched is not None and self._copies is not None:
-            with torch.cuda.stream(self._copies):
-                fetched = self._placed(fetched)
-        elif fetched is not None:
-            fetched = self._placed(fetched)
-        self._next = fetched
+    def _read(self) -> None:
+        self._next = fetched = next(self._fetched, None)
         if self.rounds is None:
             self.more = fetched is not None
+        if fetched is None:
+            return
+        if self._copies is None:
+            self._next = self._placed(fetched)
+            return
+        # The copies' memory comes back when Python lets a batch go, though the device may still compute with it: so a
+        # copy waits until the batches before the present one, which is held by the loop, are done with.
+        if self._used is not None:
+            self._copies.wait_event(self._used)
+        with torch.cuda.stream(self._copies):
+            self._next = self._placed(fetched)
 
     def _placed(self, fetched: Fetched) -> Fetched:
         if self._in_place or fetched.batch is None:
@@ -106,12 +118,3 @@ def limited(rounds: int | None, limit: int | None) -> int | None:
     if rounds is None or limit is None:
         return limit if rounds is None else rounds
     return min(rounds, limit)
-
-
-def _used_here(batch: Any, device: torch.device) -> None:
-    """Tell the allocator that tensors made on the copy stream are used on the present one."""
-    from torch.utils._pytree import tree_leaves
-
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            leaf.record_stream(torch.cuda.current_stream(device))

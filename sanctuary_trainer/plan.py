@@ -9,7 +9,7 @@ finished  = max_steps or max_epochs reached, or a stop that min_steps and min_ep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 
@@ -60,10 +60,16 @@ class Plan:
         total = per_epoch * self.max_epochs
         return total if limit is None else min(total, limit)
 
-    def rounds_left(self, state: RunState) -> int | None:
-        """How many more rounds the running epoch may draw, so that nothing is read that no step will use."""
+    def rounds_left(self, state: RunState, continues: bool) -> int | None:
+        """How many more rounds the running epoch may draw.
+
+        Args:
+            state: where the run stands.
+            continues: whether the loader can be continued from a position. Then nothing is read that no step will use,
+                and where an update is left out, so that more is needed after all, the epoch is opened again.
+        """
         left = None if self.rounds is None else self.rounds - state.batch
-        if self.max_steps is None:
+        if self.max_steps is None or not continues:
             return left
         until_limit = (self.max_steps - state.global_step) * self.accumulation
         return until_limit if left is None else min(left, until_limit)
@@ -75,18 +81,28 @@ class Plan:
     def _validates_in(self, epoch: int) -> bool:
         return self.validates and (epoch + 1) % self.check_val_every_n_epoch == 0
 
-    def validates_after_step(self, state: RunState) -> bool:
-        """Whether to validate now, after a step; `state` counts the step and its window as done."""
+    def validates_after_step(self, state: RunState, made: bool = True) -> bool:
+        """Whether to validate now, after a window; `state` counts it, and its step if one was made, as done."""
         interval = self.val_check_interval
         if interval is None or not self._validates_in(state.epoch):
             return False
         if isinstance(interval, int):
-            return state.global_step % interval == 0
+            return made and state.global_step % interval == 0
         assert self.steps_per_epoch is not None  # checked before the run
         # Exact arithmetic: 0.1 * 30 is 3.0000000000000004 in floats and would move a validation by a step.
         every = Fraction(str(interval)) * self.steps_per_epoch
         step = ceil(state.batch / self.accumulation)
         return floor(step / every) > floor((step - 1) / every)
+
+    def falls_on_step(self, state: RunState, epoch_ends: bool) -> bool:
+        """Whether a log, a validation or an end falls on the coming step; `state` counts its window, not the step."""
+        after = replace(state, global_step=state.global_step + 1)
+        return (
+            epoch_ends
+            or self.logs(after.global_step)
+            or self.out_of_steps(after) is not None
+            or self.validates_after_step(after)
+        )
 
     def validates_at_epoch_end(self, state: RunState) -> bool:
         """Whether to validate at the end of the running epoch."""

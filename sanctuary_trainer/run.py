@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,16 +21,16 @@ from sanctuary_trainer.callback import Callbacks
 from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import Fetched, RankLoader
 from sanctuary_trainer.devices import Devices
-from sanctuary_trainer.executor import Executor
+from sanctuary_trainer.executor import Executor, Window
 from sanctuary_trainer.feed import Feed, limited
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
 from sanctuary_trainer.state import RunState
+from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.tracking import Tracking
 
-if TYPE_CHECKING:
-    from sanctuary_trainer.task import VisionTask
+_NO_CONTEXT = nullcontext()
 
 
 class Run:
@@ -42,7 +44,7 @@ class Run:
         plan: when things happen.
         devices: device, ranks and what they agree on.
         callbacks: all callbacks as one.
-        settings: the Trainer's settings.
+        settings: the Trainer's settings, with the launcher's word where nothing was given.
         hparams: what the tracker shows as hyper-parameters.
         metrics: the latest value of every logged name, over all ranks.
         progress_metrics: those of them that were logged with `prog_bar=True`.
@@ -56,6 +58,7 @@ class Run:
         execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
             replace it in `on_fit_start` by a function of the same arguments that calls it.
         deadline: time.monotonic() after which the run stops.
+        validated: whether a validation has taken place in this fit; sanity validation does not count.
     """
 
     execute: Callable[..., tuple[torch.Tensor, float | torch.Tensor] | None]
@@ -84,8 +87,14 @@ class Run:
         self.batch_samples: int | None = None
         self.deadline: float | None = None
         self._stop: str | None = None
-        self._adapts = type(task).on_after_batch_to_device is not _no_adaptation()
+        self._adapts = type(task).on_after_batch_to_device is not VisionTask.on_after_batch_to_device
         self._throughput = (time.perf_counter(), 0)
+        self._trained = 0  # samples since the start, over all ranks
+        self._next: str | None = None  # what the other ranks do after the window that they are in
+        self._due = False
+        self._working = False
+        self.validated = False
+        self.compiled: list[torch.nn.Module] = []  # what this run compiled
 
     # What callbacks and tasks use
 
@@ -166,7 +175,7 @@ class Run:
         """Record a value; see `VisionTask.log`. Outside a batch it has weight 1."""
         weight: float | None = batch_size
         if weight is None:
-            weight = self.batch_samples if self._in_batch else 1
+            weight = self.batch_samples if self._working else 1
         self.records.add(
             self._prefix,
             name,
@@ -214,12 +223,6 @@ class Run:
         stage = "val" if self.stage == "sanity" else self.stage
         return f"{stage}/{self.loader_name}" if self.loader_name and stage != "train" else stage
 
-    @property
-    def _in_batch(self) -> bool:
-        return self._working
-
-    _working = False
-
     def feed(self, loader: RankLoader, *, start_samples: int = 0, limit: int | None = None) -> Feed:
         """The batches of the running epoch, or of an evaluation, on this rank's device."""
         return Feed(
@@ -254,29 +257,74 @@ class Run:
             if name in values:
                 self.progress_metrics[name] = values[name]
         if self.verb == "fit":
-            step = self.state.global_step
-            self.callbacks.on_log(self, values, step)
-            if self.tracking is not None:
-                self.tracking.log(values, step, self.state.epoch)
+            with self.devices.together():
+                step = self.state.global_step
+                self.callbacks.on_log(self, values, step)
+                if self.tracking is not None:
+                    self.tracking.log(values, step, self.state.epoch)
 
     def step_values(self) -> dict[str, float]:
         """What the curves get at this step, over all ranks."""
         assert self.optimization is not None
+        now, (since, before) = time.perf_counter(), self._throughput
+        if self._trained > before and now > since:
+            speed = (self._trained - before) / (now - since)  # by this rank's clock: the ranks' mean is recorded
+            self.records.add("train", "samples_per_second", speed, weight=1.0)
+        self._throughput = (now, self._trained)
         values = self.records.step_values()
         for name, rate in self.optimization.learning_rates.items():
             values[f"train/{name}"] = rate
         if self.optimization.gradient_norm is not None:
             values["train/grad_norm"] = float(self.optimization.gradient_norm)
-        now, (since, before) = time.perf_counter(), self._throughput
-        if self._trained > before and now > since:
-            values["train/samples_per_second"] = (self._trained - before) / (now - since)
-        self._throughput = (now, self._trained)
         return values
 
-    _trained = 0
+    def begin_window(self, feed: Feed) -> bool:
+        """Note that a window begins; whether what the ranks tell each other in it may be read one window later."""
+        self._next = "step"
+        return self.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
 
-    def count(self, rounds: int, samples: int) -> None:
-        """A window of so many rounds and samples, over all ranks, is done."""
+    def _is_quiet(self) -> bool:
+        """Whether nothing falls on the window to come, so that every rank goes on to the one after at once."""
+        after = replace(self.state, batch=self.state.batch + self.plan.accumulation)
+        ends = self.plan.rounds is None or after.batch >= self.plan.rounds
+        return not self.plan.falls_on_step(after, epoch_ends=ends)
+
+    def told_when_due(self, epoch_ends: bool) -> AbstractContextManager[None]:
+        """For the hooks of a step: where a log, a validation or an end follows, their errors are told to all ranks.
+
+        Elsewhere a window follows, and they are told in that.
+        """
+        self._due = self.devices.world_size > 1 and self.plan.falls_on_step(self.state, epoch_ends)
+        return self.devices.together() if self._due else _NO_CONTEXT
+
+    def goes_on(self, epoch_ends: bool) -> None:
+        """The step is done and all that falls on it: note whether a window follows."""
+        self._next = None if epoch_ends or self.state.stop_reason is not None else "window"
+
+    def fail(self, error: Exception) -> None:
+        """This rank failed in training: tell the others where that can be, and raise with them."""
+        if self.executor is None or self.devices.told is error:
+            return
+        if self.executor.has_synced and self._next == "step" and self._due:
+            self.devices.raise_together(error)
+        after = replace(self.state, global_step=self.state.global_step + (self._next == "step"))
+        state, self.state = self.state, after
+        late = self.devices.reads_late and self._is_quiet()
+        self.state = state
+        self.executor.fail(error, None if self._next is None else late)
+
+    def count(self, feed: Feed, rounds: int, samples: int, window: Window) -> None:
+        """A window is done: count it alike on all ranks.
+
+        Args:
+            feed: the epoch.
+            rounds: the window's rounds on this rank.
+            samples: its samples over all ranks as the sampler knows them; 0 when it does not.
+            window: what the ranks told each other, which counts where the sampler does not know.
+        """
+        if not feed.sized:  # streams may have ended on some ranks
+            rounds, samples = -(-window.batches // self.devices.world_size), window.samples
+        samples = samples or window.samples
         self.state.batch += rounds
         self.state.samples += samples
         self._trained += samples
@@ -302,7 +350,7 @@ class Run:
             reasons = [reason for reason in self.devices.gather_objects(self._stop) if reason is not None]
             self.state.stop_reason = reasons[0] if reasons else None
 
-    def evaluated(self, stage: str) -> dict[str, float]:
+    def evaluated(self) -> dict[str, float]:
         """The values of the evaluation loader that was just read, over all ranks."""
         return self.records.epoch_values(self._prefix)
 
@@ -321,7 +369,7 @@ class Run:
             rounds = min(rounds, plan.rounds - self.state.batch)
         if feed.sized and batch_size is not None and feed.num_samples is not None:
             return min(rounds * ranks * batch_size, feed.num_samples - self.state.samples)
-        if first is not None and first.total is not None:
+        if feed.sized and first is not None and first.total is not None:
             return rounds * first.total
         if ranks == 1 and first is not None:
             return rounds * (first.size or self.task.batch_size(first.batch) or 1)
@@ -332,9 +380,3 @@ class Run:
         since, samples = self._throughput
         self._throughput = (since + seconds, samples)
         self.clock.start()
-
-
-def _no_adaptation() -> Any:
-    from sanctuary_trainer.task import VisionTask
-
-    return VisionTask.on_after_batch_to_device

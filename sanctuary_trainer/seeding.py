@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,19 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-__all__ = ["BATCH", "ORDER", "READ", "WORKERS", "Generators", "held_by", "initial_seeds", "may_draw", "mix"]
+__all__ = [
+    "BATCH",
+    "ORDER",
+    "READ",
+    "WORKERS",
+    "Generators",
+    "generators_aside",
+    "held_by",
+    "initial_seeds",
+    "may_draw",
+    "mix",
+    "seed_everything",
+]
 
 ORDER, BATCH, READ, WORKERS = range(4)  # the first argument of `mix`: what is drawn
 
@@ -188,3 +201,25 @@ def held_by(root: Any, kind: type) -> list[Any]:
             held = [*getattr(each, "__dict__", {}).values(), *(parts if isinstance(parts, list | tuple) else ())]
             queue += [value for value in held if isinstance(value, kind)]
     return found
+
+
+@contextmanager
+def generators_aside(device: torch.device) -> Iterator[None]:
+    """Put the global generators of Python, numpy, torch's CPU and this device aside, and back as they were."""
+    python, cpu, numbers = random.getstate(), torch.default_generator.get_state(), np.random.get_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(cpu)
+        np.random.set_state(numbers)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -21,6 +21,7 @@ from torch import nn
 
 from sanctuary_trainer import batch as batches
 from sanctuary_trainer.callback import refuse_unknown_hooks
+from sanctuary_trainer.checkpointing import write_tensors
 from sanctuary_trainer.errors import DataError, TaskError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class VisionTask(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the task is the task, without the run it is in.
-        state = dict(self.__dict__)
+        state = dict(super().__getstate__())  # type: ignore[no-untyped-call]  # without what torch.compile made, which cannot be copied
         state["_run"] = None
         state.pop("_arguments", None)
         return state
@@ -290,14 +291,12 @@ class VisionTask(nn.Module, ABC):
         Returns:
             The file's path.
         """
-        from safetensors.torch import save_model
-
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside, then renamed: a process that dies here leaves the former file whole.
-        beside = path.with_name(f".{path.name}.partial")
-        save_model(self, str(beside))
-        beside.replace(path)
+        own = self.state_dict()
+        tied = {name: others[0] for name, others in _tied_names(own).items() if min(others) < name}
+        # As safetensors' own save_model does: of tied weights one is stored, and the metadata name the others.
+        write_tensors(path, {name: value for name, value in own.items() if name not in tied}, tied)
         return path
 
     def load_weights(self, path: str | Path, strict: bool = True) -> list[str]:

@@ -15,26 +15,25 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sanctuary_trainer.building import (
     build_loaders,
+    check_alike,
     check_data,
     check_limits,
     claim,
     compile_children,
+    convert,
     determinism,
     make_run_dir,
-    seed_everything,
 )
 from sanctuary_trainer.callback import Callback, Callbacks, with_defaults
-from sanctuary_trainer.devices import Devices, launcher_int
+from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.errors import NotSupportedError, TaskError
 from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.loops.evaluate import evaluate
@@ -43,6 +42,7 @@ from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.metrics import reset_metrics
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.run import Run
+from sanctuary_trainer.seeding import seed_everything
 from sanctuary_trainer.settings import Limit, check_settings
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.tracking import Tracking, check_log_with
@@ -243,7 +243,7 @@ class Trainer:
             find_unused_parameters=settings["find_unused_parameters"],
         )
         if settings["gradient_accumulation_steps"] is None:
-            settings["gradient_accumulation_steps"] = launcher_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)
+            settings["gradient_accumulation_steps"] = devices.accumulation
         seed = devices.broadcast_object(
             settings["seed"] if settings["seed"] is not None else random.SystemRandom().getrandbits(31)
         )
@@ -251,52 +251,48 @@ class Trainer:
             seed_everything(seed + devices.rank)
         run = Run(verb, task, devices, settings, seed)
         task._run = run
-        try:
-            with determinism(settings["deterministic"]):
-                status = "failure"
-                try:
-                    self._build(run, loaders, data)
-                    yield run
-                    status = "success"
-                except BaseException as error:
-                    run.callbacks.on_exception(run, error)
-                    raise
-                finally:
-                    self._take_apart(run, data, status)
-        finally:
-            task._run = None
+        status = "failure"
+        with ExitStack() as stack:
+            stack.callback(devices.close)
+            stack.callback(setattr, task, "_run", None)
+            stack.enter_context(determinism(settings["deterministic"]))
+            stack.callback(lambda: self._take_apart(run, data, status))
+            try:
+                self._build(run, loaders, data)
+                yield run
+                status = "success"
+            except BaseException as error:
+                run.callbacks.on_exception(run, error)
+                raise
 
     def _build(self, run: Run, loaders: dict[str, Any], data: Any) -> None:
         settings, task, devices = run.settings, run.task, run.devices
-        if data is not None:
-            if callable(getattr(data, "prepare_data", None)):
-                with devices.main_first() as first:
-                    if first:
-                        data.prepare_data()
+        if callable(getattr(data, "prepare_data", None)):
+            with devices.together():
+                if devices.is_local_main:
+                    data.prepare_data()
+        # What the user wrote may fail on one rank only: in blocks without a collective, so that all ranks hear of it.
+        with devices.together():
             if callable(getattr(data, "setup", None)):
                 data.setup(run.verb)
-        task.setup(run.verb)
-        build_loaders(run, loaders, data)
-        if settings["sync_batchnorm"] and devices.world_size > 1:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(task)
-        task.to(devices.device)
-        if settings["channels_last"]:
-            task.to(memory_format=torch.channels_last)
-        given = with_defaults(self._callbacks) if settings["default_callbacks"] else self._callbacks
-        run.callbacks = Callbacks(task, given)
-        run.callbacks.setup(run)
+            task.setup(run.verb)
+            build_loaders(run, loaders, data)
+        check_alike(run)
+        with devices.together():
+            convert(run)
+            given = with_defaults(self._callbacks) if settings["default_callbacks"] else self._callbacks
+            run.callbacks = Callbacks(task, given)
+            run.callbacks.setup(run)
+            if run.verb == "fit":
+                self._build_optimizers(run)
         if run.verb == "fit":
             self._build_fit(run)
         else:  # in fit DDP does this: ranks that made different weights would give a result of none of them
             devices.broadcast_tensors(task.parameters())
         compile_children(run)
 
-    def _build_fit(self, run: Run) -> None:
+    def _build_optimizers(self, run: Run) -> None:
         settings, task = run.settings, run.task
-        if not any(parameter.requires_grad for parameter in task.parameters()):
-            raise TaskError(
-                f"{type(task).__name__} has no parameter that requires a gradient, so nothing can be trained."
-            )
         reset_metrics(task)  # what a run that was interrupted left in them is not this run's
         task.train_mode()
         run.optimization = Optimization(
@@ -306,35 +302,39 @@ class Trainer:
             clip_algorithm=settings["gradient_clip_algorithm"],
             scaler=run.devices.scaler,
         )
-        run.executor = Executor(task, run.devices)
+
+    def _build_fit(self, run: Run) -> None:
+        settings = run.settings
+        run.executor = Executor(run.task, run.devices)
         run.execute = run.executor.execute
         run.run_dir = make_run_dir(run)
         chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
-        run.hparams = {**task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
-        run.tracking = Tracking(
-            run.run_dir,
-            log_with=settings["log_with"],
-            is_main=run.is_main,
-            hparams=run.hparams,
-        )
+        run.hparams = {**run.task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
+        with run.devices.together():
+            run.tracking = Tracking(
+                run.run_dir, log_with=settings["log_with"], is_main=run.is_main, hparams=run.hparams
+            )
         if settings["max_time"] is not None:
             run.deadline = time.monotonic() + settings["max_time"]
 
     def _take_apart(self, run: Run, data: Any, status: str) -> None:
-        try:
+        with ExitStack() as stack:  # each of these is done, whatever another raises; the last one first
+            if run.optimization is not None:
+                stack.callback(run.optimization.zero_grad)
+            for child in run.compiled:
+                stack.callback(setattr, child, "_compiled_call_impl", None)
+            for loader in (run.train_loader, *run.evaluation_loaders.values()):
+                if loader is not None:
+                    stack.callback(loader.close)
+            if run.tracking is not None:
+                stack.callback(run.tracking.close, status)
+            if callable(getattr(data, "teardown", None)):
+                stack.callback(data.teardown, run.verb)
+            stack.callback(run.callbacks.teardown, run)
             if run.verb == "fit":
-                run.callbacks.on_fit_end(run)
-        finally:
-            try:
-                run.callbacks.teardown(run)
-                if callable(getattr(data, "teardown", None)):
-                    data.teardown(run.verb)
-            finally:
-                if run.tracking is not None:
-                    run.tracking.close(status)
-                for loader in (run.train_loader, *run.evaluation_loaders.values()):
-                    if loader is not None:
-                        loader.close()
-                if run.optimization is not None:
-                    run.optimization.zero_grad()
-                    run.executor = None  # DDP's hooks leave the parameters with it
+                stack.callback(run.callbacks.on_fit_end, run)
+            run.executor, run.execute = None, _over  # DDP's hooks leave the parameters with the executor
+
+
+def _over(*arguments: Any, **settings: Any) -> None:
+    raise TaskError("The run is over: run.execute works while it trains.")

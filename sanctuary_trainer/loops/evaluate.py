@@ -12,8 +12,6 @@ no batch.
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ import torch
 
 from sanctuary_trainer.feed import limited
 from sanctuary_trainer.metrics import metrics_aside
+from sanctuary_trainer.seeding import generators_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,23 +44,27 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
     step = run.task.test_step if stage == "test" else run.task.validation_step
     metrics: dict[str, float] = {}
     with evaluating(run, stage):
-        run.callbacks.on_evaluation_start(run, stage)
+        with run.devices.together():
+            run.callbacks.on_evaluation_start(run, stage)
         for name, loader in run.evaluation_loaders.items():
             run.loader_name = name
 
             def one(fetched: Fetched, batch_idx: int) -> None:
-                outputs = step(fetched.batch, batch_idx)
+                with run.devices.autocast():
+                    outputs = step(fetched.batch, batch_idx)
                 run.callbacks.on_evaluation_batch_end(run, stage, fetched.batch, outputs, fetched.indices)
 
             walk(run, loader, limited(run.evaluation_limits[name], limit), one)
-            metrics.update(run.evaluated(stage))
+            metrics.update(run.evaluated())
         run.loader_name = ""
         run.publish(metrics)
-        run.callbacks.on_evaluation_end(run, stage, metrics)
-        late = run.evaluated(stage)
+        with run.devices.together():
+            run.callbacks.on_evaluation_end(run, stage, metrics)
+        late = run.evaluated()
         run.publish(late)
         metrics.update(late)
     if stage == "val" and run.optimization is not None:
+        run.validated = True
         run.optimization.new_values(metrics)
     return metrics
 
@@ -83,6 +86,7 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
                     if fetched.batch is not None:
                         run.begin_batch(fetched)
                         one(fetched, batch_idx)
+                        feed.read_ahead()
                         run.end_batch()
                     batch_idx += 1
                 more = feed.more
@@ -106,25 +110,19 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
     """
     former, run.stage = run.stage, stage
     modes = [(module, module.training) for module in run.task.modules()]
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    cuda_state = torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None
     begun = time.perf_counter()
     run.devices.broadcast_tensors(run.task.buffers())
     try:
-        with metrics_aside(run.task, leave_no_trace=stage == "sanity"), torch.no_grad(), run.devices.autocast():
+        with (
+            metrics_aside(run.task, leave_no_trace=stage == "sanity"),
+            generators_aside(run.device),
+            torch.no_grad(),
+        ):
             run.task.eval()
             yield
     finally:
         for module, training in modes:
             module.training = training
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, run.device)
         run.end_batch()
         run.loader_name, run.stage = "", former
         run.pause_throughput(time.perf_counter() - begun)

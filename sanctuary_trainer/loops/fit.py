@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train until a limit is reached or somebody asks to stop; `run.state.stop_reason` says which."""
-    run.callbacks.on_fit_start(run)
+    with run.devices.together():
+        run.callbacks.on_fit_start(run)
     sanity = run.settings["num_sanity_val_steps"]
     if run.plan.validates and sanity:
         evaluate(run, "sanity", limit=sanity)
@@ -36,8 +37,7 @@ def fit(run: Run) -> None:
         while run.state.stop_reason is None:
             train_epoch(run)
     except Exception as error:  # where steps are run: the other ranks must hear of it
-        if run.executor is not None:
-            run.executor.fail(error)
+        run.fail(error)
         raise
 
 
@@ -50,7 +50,7 @@ def train_epoch(run: Run) -> None:
         run.callbacks.on_train_epoch_start(run)
     executor.follow_frozen()
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
-    limit = plan.rounds_left(state) if loader.sized else run.train_limit
+    limit = plan.rounds_left(state, loader.num_samples is not None) if loader.sized else run.train_limit
     with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
         run.clock.start()
         goes_on = feed.more or not feed.sized  # of a stream the first window tells
@@ -58,7 +58,7 @@ def train_epoch(run: Run) -> None:
             window = train_window(run, feed, executor)
             if window.failed:
                 run.devices.raise_together(None)
-            goes_on = feed.more or window.more
+            goes_on = feed.more or (window.more and not feed.sized)
             train_step(run, window, epoch_ends=not goes_on)
     if state.batch == plan.rounds if feed.sized else not goes_on:
         end_epoch(run)
@@ -67,7 +67,7 @@ def train_epoch(run: Run) -> None:
 def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     """Forward and backward of the rounds of one window; a rank without batches joins with zeros."""
     clock, hooks, rounds, samples = run.clock, run.callbacks, 0, 0
-    executor.begin()
+    executor.begin(late=run.begin_window(feed))
     for index in range(run.plan.accumulation):
         if not feed.more:
             break
@@ -82,8 +82,10 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         more = feed.more
         sync = index + 1 == run.plan.accumulation or not more
         size, batch_idx = run.begin_batch(fetched), run.state.batch + index
+        executor.count(size)
         hooks.on_train_batch_start(run, fetched.batch, batch_idx)
         result = run.execute(fetched.batch, batch_idx, size, sync, more=more, stop=run.wants_stop)
+        feed.read_ahead()
         if result is not None:
             run.records.add_loss(*result)
         clock.lap("execute")
@@ -93,9 +95,8 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     if not rounds:
         executor.expect(run.expected_samples(feed, None))
     executor.join(more=feed.more, stop=run.wants_stop)
-    window = executor.finish(late=samples > 0 and feed.sized)
-    # Alike on all ranks, also where the stream of one has ended before the others'.
-    run.count(rounds if feed.sized else -(-window.batches // run.world_size), samples or window.samples)
+    window = executor.finish()
+    run.count(feed, rounds, samples, window)
     return window
 
 
@@ -104,25 +105,27 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
     made, logs = False, plan.logs(state.global_step + 1)
-    if window.updates:
-        optimization.average(window.factor)
-        hooks.on_before_optimizer_step(run)
-        optimization.clip_gradients()
-        made = optimization.step(record=logs)
-        run.clock.lap("optimizer")
-    else:
-        optimization.zero_grad()
-    if made:
-        state.global_step += 1
-        hooks.on_train_step_end(run)
-        if logs:
-            run.publish(run.step_values())
-        run.clock.lap("callbacks")
-        if plan.validates_after_step(state):
-            evaluate(run, "val")
-            run.settle_stop()
+    with run.told_when_due(epoch_ends):
+        if window.updates:
+            optimization.average(window.factor)
+            hooks.on_before_optimizer_step(run)
+            optimization.clip_gradients()
+            made = optimization.step(record=logs)
+            run.clock.lap("optimizer")
+        else:
+            optimization.zero_grad()
+        if made:
+            state.global_step += 1
+            hooks.on_train_step_end(run)
+    if made and logs:
+        run.publish(run.step_values())
+    run.clock.lap("callbacks")
+    if plan.validates_after_step(state, made):
+        evaluate(run, "val")
+        run.settle_stop()
     run.settle_stop(window.stop)
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
+    run.goes_on(epoch_ends)
     if made and not epoch_ends:
         hooks.on_save_point(run)
 
@@ -139,9 +142,10 @@ def end_epoch(run: Run) -> None:
     if plan.validates_at_epoch_end(state):
         evaluate(run, "val")
     optimization.end_epoch()
-    run.callbacks.on_train_epoch_end(run)
+    with run.devices.together():
+        run.callbacks.on_train_epoch_end(run)
     run.publish(run.records.epoch_values("train"))
-    if state.epoch + 1 >= plan.check_val_every_n_epoch:
+    if run.validated or not plan.validates:
         optimization.check_monitors(run.metrics)
     state.end_epoch()
     run.settle_stop()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from sanctuary_trainer.batch import to_samples
+from sanctuary_trainer.batch import map_tensors, to_samples
 from sanctuary_trainer.checkpointing import decode, encode, read_tensors, write_tensors
 from sanctuary_trainer.errors import DataError, RunFolderError
 from sanctuary_trainer.loops.evaluate import evaluating, walk
@@ -55,7 +55,8 @@ def predict(
     shown = run.callbacks.has("on_predict_batch_end")
 
     def one(fetched: Fetched, batch_idx: int) -> None:
-        outputs = run.task.predict_step(fetched.batch, batch_idx)
+        with run.devices.autocast():
+            outputs = run.task.predict_step(fetched.batch, batch_idx)
         if shown:
             run.callbacks.on_predict_batch_end(run, fetched.batch, outputs, fetched.indices)
         if not keep:
@@ -79,8 +80,12 @@ def predict(
     with evaluating(run, "predict"):
         walk(run, loader, limit, one)
     if writer is not None:
-        writer.write()
-        run.devices.barrier()
+        error = None
+        try:
+            writer.write()
+        except (OSError, DataError) as raised:
+            error = raised
+        run.devices.raise_together(error)  # nobody reads before all have written
         return load_predictions(writer.folder)
     if not keep:
         return None
@@ -111,14 +116,12 @@ def _keys(places: Places, size: int) -> list[tuple[int, ...]]:
 
 def to_host(outputs: Any) -> Any:
     """Outputs on the CPU, 16-bit floats as float32: one rule for what comes back, whatever the precision."""
-    if isinstance(outputs, torch.Tensor):
-        outputs = outputs.detach()
-        if outputs.dtype in (torch.bfloat16, torch.float16):
-            outputs = outputs.float()
-        return outputs.cpu()
-    if outputs is None or isinstance(outputs, str | int | float | bytes):
-        return outputs
-    return torch.utils._pytree.tree_map_only(torch.Tensor, to_host, outputs)
+    return map_tensors(_to_host, outputs)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).cpu()
 
 
 class _Writer:

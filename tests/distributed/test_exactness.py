@@ -568,4 +568,4 @@ def train_on_unequal_lengths() -> None:
 
 def test_data_of_unequal_length_is_refused_on_every_rank(two_ranks: Ranks) -> None:
     for outcome in two_ranks.outcomes(train_on_unequal_lengths):
-        assert outcome.error is not None and "not the same on all ranks: samples 1" in outcome.error
+        assert outcome.error is not None and "The training loader is not the same on all ranks" in outcome.error
