@@ -2,21 +2,39 @@
 
     step: gradients x factor where they are not those of the mean yet -> clip -> hooks -> optimizers -> schedulers
 
-Schedulers are stepped once per step, epoch or new value of a metric, never after a skipped update. They are not given
-to accelerate, which would step them once per process.
+Schedulers are stepped once per step, epoch or new value of a metric, never after a skipped update nor before the first
+one. They are not given to accelerate, which would step them once per process.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from sanctuary_trainer.configured import check_parameters, parse
+from sanctuary_trainer.configured import Schedule, check_parameters, parse
 from sanctuary_trainer.errors import SettingsError, TaskError
+
+
+class _Together:
+    """All optimizers, as the one whose gradients torch's scaler looks at: an overflow in any leaves out all of them."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> bool:
+        """True, which the scaler hands on; None where it makes no step."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return True
 
 
 class Optimization:
@@ -32,6 +50,9 @@ class Optimization:
     Raises:
         TaskError: `returned` has none of the forms, holds foreign or shared parameters, or a scheduler of another
             optimizer.
+        NotSupportedError: an optimizer's step needs a closure.
+
+    `updates` counts the updates made.
     """
 
     def __init__(
@@ -44,6 +65,7 @@ class Optimization:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.optimizers, self.schedules = parse(returned)
+        self._together = _Together(self.optimizers)
         self.clip, self.clip_algorithm, self.scaler = clip, clip_algorithm, scaler
         check_parameters(self.optimizers, task)
         for schedule in self.schedules:
@@ -56,6 +78,9 @@ class Optimization:
         self._by_step = [s for s in self.schedules if s.interval == "step" and s.monitor is None]
         self.gradient_norm: torch.Tensor | None = None  # before clipping, of the last step
         self.learning_rates: dict[str, float] = self._rates()  # those that the last recorded step used
+        self.updates = 0
+        self._unscaled = False
+        self._valued: set[str] = set()  # every name that had a value of an epoch or an evaluation
         self.zero_grad()
 
     @property
@@ -81,8 +106,9 @@ class Optimization:
     def average(self, factor: float | torch.Tensor | None) -> None:
         """Turn the summed gradients of a window into those of its mean (unscaled under fp16)."""
         if self.scaler is not None:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+            self._unscaled = any(parameter.grad is not None for parameter in self.parameters)
+            if self._unscaled:
+                self.scaler.unscale_(cast(Optimizer, self._together))
         if factor is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             if gradients:
@@ -103,52 +129,89 @@ class Optimization:
         """
         if record:
             self.learning_rates = self._rates()
-        made = True
-        if self.scaler is None:
-            for optimizer in self.optimizers:
-                optimizer.step()
-        else:
-            before = self.scaler.get_scale()
-            for optimizer in self.optimizers:
-                self.scaler.step(optimizer)
+        if self.scaler is not None and self._unscaled:
+            # The one wait for the device, which fp16 cannot do without: whether a gradient overflowed.
+            made = bool(self.scaler.step(cast(Optimizer, self._together)))
             self.scaler.update()
-            made = self.scaler.get_scale() >= before  # it shrinks when a gradient overflowed and the update was skipped
+        else:
+            made = self._together.step()
         self.zero_grad()
         if made:
+            self.updates += 1
             for schedule in self._by_step:
                 schedule.advance()
         return made
 
     def end_epoch(self) -> None:
-        """Step the schedulers that go by epochs."""
+        """Step the schedulers that go by epochs, once there was an update: before, they would skip their first rate."""
         for schedule in self.schedules:
-            if schedule.interval == "epoch" and schedule.monitor is None:
+            if self.updates and schedule.interval == "epoch" and schedule.monitor is None:
                 schedule.advance()
 
     def new_values(self, values: Mapping[str, float]) -> None:
-        """Step the schedulers that watch one of these freshly computed metrics."""
+        """Step the schedulers that watch one of these values, freshly computed at the end of an epoch or evaluation."""
+        self._valued.update(values)
         for schedule in self.schedules:
-            if schedule.monitor is not None and schedule.monitor in values:
+            if self.updates and schedule.monitor is not None and schedule.monitor in values:
                 schedule.advance(values[schedule.monitor])
 
-    def check_monitors(self, known: Iterable[str]) -> None:
-        """Raise when a scheduler watches something that a whole epoch and its validation did not log.
+    def unknown_monitors(self, known: Iterable[str]) -> list[str]:
+        """What to warn of after sanity validation: each watched name of validation that is not in `known`."""
+        names = list(known)
+        return [
+            f"{_watching(schedule)}, which sanity validation did not log.{_nearest(schedule.monitor, names)}"
+            for schedule in self.schedules
+            if schedule.monitor is not None and schedule.monitor.startswith("val/") and schedule.monitor not in names
+        ]
+
+    def check_monitors(self, known: Iterable[str]) -> list[str]:
+        """Raise when a scheduler watches a name that had no value after a whole epoch and its validation.
+
+        Args:
+            known: every name that was logged, on whatever axis.
+
+        Returns:
+            What to warn of: the same, of schedulers with `"strict": False`.
 
         Raises:
-            SettingsError: naming the nearest metric that there is.
+            SettingsError: naming the nearest that had one.
         """
-        names = list(known)
+        texts, names = [], set(known)
         for schedule in self.schedules:
-            if schedule.monitor is not None and schedule.monitor not in names:
-                near = difflib.get_close_matches(schedule.monitor, names, n=1, cutoff=0.3)
-                raise SettingsError(
-                    f"{type(schedule.scheduler).__name__} watches {schedule.monitor!r}, which nothing has logged; "
-                    f"there are {', '.join(sorted(names)) or 'no metrics'}."
-                    + (f" Did you mean {near[0]!r}?" if near else "")
-                )
+            monitor = schedule.monitor
+            if monitor is None or monitor in self._valued:
+                continue
+            if f"{monitor}_epoch" in self._valued:
+                text = f", which is a series of steps. Watch '{monitor}_epoch', its value over the epoch."
+            elif monitor in names:
+                text = f", which is a series of steps. Log it with on_epoch=True and watch '{monitor}_epoch'."
+            else:
+                there = ", ".join(sorted(self._valued)) or "no metrics"
+                text = f", which nothing has logged; there are {there}.{_nearest(monitor, self._valued)}"
+            if schedule.strict:
+                raise SettingsError(_watching(schedule) + text)
+            texts.append(_watching(schedule) + text)
+        return texts
 
     def _rates(self) -> dict[str, float]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        if len(groups) == 1:
-            return {"lr": float(groups[0]["lr"])}
-        return {f"lr/{group.get('name', index)}": float(group["lr"]) for index, group in enumerate(groups)}
+        """The learning rates that there are, by `lr`, or `lr/NAME` of a named group among several, or `lr/INDEX`."""
+        groups = self._together.param_groups
+        rates: dict[str, float] = {}
+        names: set[str] = set()
+        for index, group in enumerate(groups):
+            name = str(group.get("name", index))
+            if name in names:
+                name = next(free for n in count(2) if (free := f"{name}_{n}") not in names)
+            names.add(name)
+            if group.get("lr") is not None:  # transformers' Adafactor has None where it chooses its own
+                rates["lr" if len(groups) == 1 else f"lr/{name}"] = float(group["lr"])
+        return rates
+
+
+def _watching(schedule: Schedule) -> str:
+    return f"{type(schedule.scheduler).__name__} watches {schedule.monitor!r}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.3)
+    return f" Did you mean {near[0]!r}?" if near else ""
