@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sanctuary_trainer.data import RankLoader
@@ -44,6 +45,8 @@ def check_data(data: Any, loaders: Mapping[str, Any]) -> None:
             )
     if data is None:
         return
+    if isinstance(data, type):
+        raise DataError(f"data= got the class {data.__name__}; give an instance, {data.__name__}().")
     if not any(callable(getattr(data, method, None)) for method in DATA_METHODS):
         raise DataError(
             f"data= got {type(data).__name__}, which has none of {', '.join(f'{m}()' for m in DATA_METHODS)}."
@@ -59,6 +62,9 @@ def _loader_of(run: Run, name: str, given: Any, data: Any) -> Any:
         return given
     for owner in (data, run.task):
         method = getattr(owner, f"{name}_dataloader", None)
+        made_by = getattr(method, "__module__", None) or ""
+        if made_by.split(".")[0] in ("lightning", "pytorch_lightning"):
+            continue  # a LightningDataModule's own, which raises: the user has not written one
         loader = method() if callable(method) else None
         if loader is not None and not (isinstance(loader, list | tuple | dict) and not loader):
             return loader
@@ -103,6 +109,8 @@ def build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
         if loader is None:
             continue
         limit = settings[f"limit_{name}_batches"]
+        if name == "train" and isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
+            raise DataError(f"fit got {len(loader)} training loaders; give one, e.g. of a ConcatDataset.")
         if name == "train":
             overfit = settings["overfit_batches"] is not None
             run.train_loader = ranked(name, loader, False if overfit else None)
@@ -130,6 +138,11 @@ def check_alike(run: Run) -> None:
         loaders["training loader"] = run.train_loader
     everywhere = run.devices.gather_objects({name: loader.assumed for name, loader in loaders.items()})
     for rank, other in enumerate(everywhere):
+        if list(other) != list(everywhere[0]) and set(other) == set(everywhere[0]):
+            raise DataError(
+                f"The loaders come in the order {list(everywhere[0])} on rank 0 and {list(other)} on rank {rank}: the "
+                "ranks would evaluate different data together. Build them in one order on every rank."
+            )
         for name in {**everywhere[0], **other}:
             first, there = everywhere[0].get(name), other.get(name)
             if first != there:
@@ -155,19 +168,24 @@ def convert(run: Run) -> None:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(task)
     task.to(devices.device)
     if settings["channels_last"]:
-        task.to(memory_format=torch.channels_last)
+        for tensor in (*task.parameters(), *task.buffers()):
+            if tensor.ndim == 4:  # module.to(memory_format=...) refuses a task that has 3-d convolutions too
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 def _by_name(loader: Any) -> dict[str, Any]:
+    """Several loaders by their names, or the single one under ""."""
     if isinstance(loader, Mapping):
         return {str(name): one for name, one in loader.items()}
-    if (
-        isinstance(loader, list | tuple)
-        and loader
-        and all(hasattr(one, "__iter__") and hasattr(one, "dataset") for one in loader)
-    ):
+    if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
         return {str(number): one for number, one in enumerate(loader)}
     return {"": loader}
+
+
+def _is_loader(item: Any) -> bool:
+    """Whether an item of a list is a loader, and not a batch of a list of batches."""
+    a_batch = isinstance(item, torch.Tensor | np.ndarray | list | tuple | Mapping | str | bytes)
+    return hasattr(item, "__iter__") and not a_batch
 
 
 def _plan(run: Run) -> Plan:
@@ -233,7 +251,7 @@ def make_run_dir(run: Run) -> Path:
         RunFolderError: the folder cannot be made, or holds another run.
     """
     project_dir, run_name = run.settings["project_dir"], run.settings["run_name"]
-    if project_dir is None:
+    if run.settings["fast_dev_run"]:
         return run.devices.on_main(lambda: Path(tempfile.mkdtemp(prefix="fast_dev_run_")))
     if run_name is not None:
         return run.devices.on_main(lambda: claim(Path(project_dir) / run_name))

@@ -3,8 +3,8 @@
     encode(value, tensors, name)  -> what json.dumps takes; tensors go to `tensors`, under names beginning with `name`
     decode(skeleton, tensors)     -> the value
 
-What JSON does not have is tagged: {"$tensor": name}, {"$tuple": [...]}, {"$dict": [[key, value], ...]},
-{"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": base64}.
+What JSON does not have is tagged: {"$tensor": name}, {"$complex": name}, {"$tuple": [...]},
+{"$dict": [[key, value], ...]}, {"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": text}.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     if isinstance(value, float) and type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach()
-        return {"$tensor": name}
+        tensors[name] = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        return {"$complex" if value.is_complex() else "$tensor": name}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, PurePath):
@@ -90,11 +90,13 @@ def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if tag is None:
         return {key: decode(item, tensors) for key, item in skeleton.items()}
     content = skeleton[tag]
-    if tag in ("$tensor", "$numpy") and content not in tensors:
+    if tag in ("$tensor", "$complex", "$numpy") and content not in tensors:
         raise DataError(f"The tensor {content!r} is missing.")
     match tag:
         case "$tensor":
             return tensors[content]
+        case "$complex":
+            return torch.view_as_complex(tensors[content])
         case "$numpy":
             array = tensors[content].numpy()
             return array[()] if skeleton["scalar"] else array

@@ -276,7 +276,7 @@ class Devices:
         with torch.no_grad():
             for same in by_dtype.values():
                 packed = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-                dist.broadcast(packed, src=0)
+                dist.broadcast(packed.view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
                 for tensor, part in zip(same, packed.split([t.numel() for t in same]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 

@@ -118,7 +118,10 @@ def _number(weight: Any) -> float:
     """A weight as a number. One on an accelerator is waited for: that it is 0 must be known before backward."""
     if isinstance(weight, torch.Tensor) and weight.numel() != 1:
         raise TaskError(f"training_step returned a weight of shape {tuple(weight.shape)}; one number was expected.")
-    number = float(weight)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        raise TaskError(f"training_step returned weight={weight!r}; a number was expected.") from None
     if not 0.0 <= number < float("inf"):
         raise TaskError(f"training_step returned weight={number}; a finite number of at least 0 was expected.")
     return number

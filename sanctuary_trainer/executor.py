@@ -16,6 +16,7 @@ where a communication hook compresses the gradients, the sums take an all-reduce
 from __future__ import annotations
 
 import operator
+import re
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ from sanctuary_trainer.dispatch import NOTHING, Dispatch
 from sanctuary_trainer.errors import TaskError
 
 if TYPE_CHECKING:
+    from sanctuary_trainer.feed import Feed
     from sanctuary_trainer.task import VisionTask
 
 
@@ -89,6 +91,8 @@ class Executor:
         # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
         self._forward = self.module if several else self.module.forward
         self._checked = not several
+        self._parameters = list(self.task.parameters())
+        self._trains = [parameter.requires_grad for parameter in self._parameters]
 
     @property
     def has_synced(self) -> bool:
@@ -100,12 +104,15 @@ class Executor:
 
         DDP keeps to the parameters it was made with: those thawed later would drift apart on the ranks, without a word.
         """
-        trainable = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
-        before = self._dispatch.trainable
-        if len(trainable) == len(before) and all(map(operator.is_, trainable, before)):
-            return
-        self._wrap()
-        self.task.train_mode()
+        parameters = list(self.task.parameters())
+        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+            self._trains = []  # layers were exchanged
+        self._follow_frozen()
+
+    def _follow_frozen(self) -> None:
+        if [parameter.requires_grad for parameter in self._parameters] != self._trains:
+            self._wrap()
+            self.task.train_mode()
 
     def begin(self, late: bool = False) -> None:
         """Start a window; from here on `fail` can tell the other ranks.
@@ -114,6 +121,7 @@ class Executor:
             late: on an accelerator, do not wait for what the ranks tell each other in this window: it is read in the
                 next one. Only where every rank's next act is a window.
         """
+        self._follow_frozen()
         self._late = late
         self._weight = 0.0
         self._samples = self._batches = 0
@@ -162,7 +170,13 @@ class Executor:
             self._carried = carried
         self._entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
-            scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
+            try:
+                scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
+            except RuntimeError as error:
+                named = self._named(error)
+                if named is error:
+                    raise
+                raise named from error
             if scaled is not None:
                 if self.devices.scaler is not None:
                     scaled = self.devices.scaler.scale(scaled)
@@ -177,6 +191,14 @@ class Executor:
             self._check_gradients()
         return None if loss is None else (loss, weight)
 
+    def _named(self, error: RuntimeError) -> Exception:
+        """DDP's error about parameters that the step before did not use, with their names instead of numbers."""
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if numbers is None:
+            return error
+        names = [name for name, p in self._dispatch.named_parameters() if p.requires_grad]
+        return _unused([names[int(number)].removeprefix("task.") for number in numbers[1].split()])
+
     def _check_gradients(self) -> None:
         """After the first sync: a parameter without a gradient would let the others wait in the next step."""
         if self._checked:
@@ -184,42 +206,48 @@ class Executor:
         self._checked = True
         unused = [] if self.module.find_unused_parameters else self._dispatch.without_gradient()
         if unused:
-            raise TaskError(
-                f"These parameters got no gradient from training_step: {', '.join(unused[:5])}"
-                f"{f' and {len(unused) - 5} more' if len(unused) > 5 else ''}. On several ranks freeze them "
-                "(requires_grad_(False)), use them, or give the Trainer find_unused_parameters=True."
-            )
+            raise _unused(unused)
 
     def join(self, *, more: bool = False, stop: bool = False, failed: bool = False) -> None:
         """Give zeros for this rank's part of the window, unless it has synced, so that the other ranks go on."""
         if not self._synced:
             self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
 
-    def fail(self, error: Exception, next_window: bool | None = None) -> None:
-        """Tell the other ranks, with the window they are in, that this rank failed; raises `error` together with them.
+    def fail(self, error: Exception, next_late: bool, feed: Feed) -> None:
+        """Tell the other ranks that this one failed, and raise `error` together with them.
 
-        It returns at once where that cannot be: the ranks know already, the collectives of a backward are under way, or
-        the others are at something else than a window. Then the end of this process, or the timeout, tells them.
+        They are told with the window they are in, or, when this rank has synced it, with the next one. It returns at
+        once where the collectives of a backward are under way: then the end of this process, or the timeout, tells.
 
         Args:
             error: what was raised here.
-            next_window: when this rank has synced its window: whether the next one is late, if the others go on to one
-                at once; None if they do something else before.
+            next_late: whether the next window is late.
+            feed: the epoch.
         """
-        if not self._several or self.in_sync or self.devices.told is error:
+        if not self._several or self.in_sync:
             return
         if self._synced:
-            if next_window is None:
-                return
-            self.begin(late=next_window)
+            self.begin(late=next_late)
         elif self._entered and isinstance(self.module, nn.parallel.DistributedDataParallel):
             # The forward that died has sent its buffers already; the others would not answer a second time.
             self.module.require_forward_param_sync = False
-        self.join(failed=True)
+        self._join_failed(feed)
         if self._late:  # the others read it in the window after
             self.begin()
-            self.join(failed=True)
+            feed.begin_window(feed.window)
+            self._join_failed(feed)
         self.devices.raise_together(error)
+
+    def _join_failed(self, feed: Feed) -> None:
+        if feed.dealt:  # the others take round after round, which rank 0 deals to all
+            if not self._entered:
+                if feed.owed == feed.window and feed.more:
+                    feed.take()
+                # DDP may send something in a window's first forward, which the others run after its first round.
+                self.execute(None, 0, 0, False, join=True)
+            while feed.owed > 0 and feed.more:
+                feed.take()
+        self.join(failed=True)
 
     def finish(self) -> Window:
         """What the window came to, over all ranks; in a late window the flags are those of the window before."""
@@ -255,6 +283,14 @@ class Executor:
         assert ride.grad is not None
         told, ride.grad = ride.grad * self.devices.world_size, None  # DDP has averaged
         return told
+
+
+def _unused(names: list[str]) -> TaskError:
+    return TaskError(
+        f"These parameters got no gradient from training_step: {', '.join(names[:5])}"
+        f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. On several ranks freeze them "
+        "(requires_grad_(False)), use them, or give the Trainer find_unused_parameters=True."
+    )
 
 
 def _copied(told: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:

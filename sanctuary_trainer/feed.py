@@ -10,8 +10,7 @@ is read ahead unless the end of a stream has to be known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -30,7 +29,8 @@ class Feed:
         limit: rounds at most; None for all.
         non_blocking: let copies run while the host goes on.
         channels_last: bring image batches (4 dimensions) into that memory format.
-        finish: called with each batch when it is taken (the task's `on_after_batch_to_device`); None for nothing.
+        first_batch: number of the first round that is read, for `batch_idx`.
+        dealt: rank 0 reads for all ranks, so that each round is taken together.
     """
 
     def __init__(
@@ -43,15 +43,17 @@ class Feed:
         limit: int | None = None,
         non_blocking: bool = True,
         channels_last: bool = False,
-        finish: Callable[[Any], Any] | None = None,
+        first_batch: int = 0,
+        dealt: bool = False,
     ) -> None:
         # What the loader tells of itself, asked once an epoch and not in every step.
         self.sized, self.batch_size, self.num_samples = loader.sized, loader.batch_size, loader.num_samples
         self.rounds = limited(loader.num_rounds, limit) if self.sized else None
         self.taken = 0
+        self.window, self.owed = 0, 0  # rounds of a window, and those that the others will still take in this one
+        self.dealt, self._first_batch = dealt, first_batch
         self._fetched: Iterator[Fetched] = loader.epoch(epoch, start_samples=start_samples, limit=limit)
         self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
-        self._finish = finish
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: torch.cuda.Event | None = None  # when the batches before the present one are done with
         self._in_place = device.type == "cpu" and not channels_last
@@ -71,13 +73,21 @@ class Feed:
             compute.wait_stream(self._copies)
             self._used = compute.record_event()
         self.taken += 1
+        self.owed -= 1
         if self.rounds is None:
             self._read()
         else:
             self.more = self.taken < self.rounds
-        if self._finish is not None and fetched.batch is not None:
-            fetched = fetched._replace(batch=self._finish(fetched.batch))
         return fetched
+
+    @property
+    def batch_idx(self) -> int:
+        """The number, in this rank's epoch, of the batch that was taken last."""
+        return self._first_batch + self.taken - 1
+
+    def begin_window(self, rounds: int) -> None:
+        """All ranks will take so many rounds, or as many as there are."""
+        self.window = self.owed = rounds
 
     def read_ahead(self) -> None:
         """Copy the next batch to the device beside the work that is queued there; nothing where no copy is needed."""
@@ -91,7 +101,11 @@ class Feed:
             close()
 
     def _read(self) -> None:
-        self._next = fetched = next(self._fetched, None)
+        try:
+            self._next = fetched = next(self._fetched, None)
+        except Exception:
+            self.more = False  # nothing comes after an error
+            raise
         if self.rounds is None:
             self.more = fetched is not None
         if fetched is None:

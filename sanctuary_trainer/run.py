@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ class Run:
         execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
             replace it in `on_fit_start` by a function of the same arguments that calls it.
         deadline: time.monotonic() after which the run stops.
+        ends_epoch: whether the run is at what falls on the end of an epoch.
         validated: whether a validation has taken place in this fit; sanity validation does not count.
     """
 
@@ -90,10 +90,13 @@ class Run:
         self._adapts = type(task).on_after_batch_to_device is not VisionTask.on_after_batch_to_device
         self._throughput = (time.perf_counter(), 0)
         self._trained = 0  # samples since the start, over all ranks
-        self._next: str | None = None  # what the other ranks do after the window that they are in
-        self._due = False
+        # What the other ranks do next once this one has synced: "step" (the end of the window), "window", or something
+        # else (None), in which they cannot be told of an error.
+        self._next: str | None = None
+        self._window_start = self._step_at_window = 0  # rounds taken and steps made when the window began
         self._working = False
         self.validated = False
+        self.ends_epoch = False
         self.compiled: list[torch.nn.Module] = []  # what this run compiled
 
     # What callbacks and tasks use
@@ -172,10 +175,12 @@ class Run:
         reduce: str = "mean",
         batch_size: int | None = None,
     ) -> None:
-        """Record a value; see `VisionTask.log`. Outside a batch it has weight 1."""
+        """Record a value; see `VisionTask.log`. Outside a batch its weight is 1; at an epoch's end, the epoch's."""
         weight: float | None = batch_size
         if weight is None:
             weight = self.batch_samples if self._working else 1
+        if self.ends_epoch and self.stage == "train" and on_step is None and on_epoch is None:
+            on_step, on_epoch = False, True  # there is no step that it could belong to
         self.records.add(
             self._prefix,
             name,
@@ -189,7 +194,7 @@ class Run:
 
     def log_dict(self, values: Mapping[str, Any], **settings: Any) -> None:
         """`log` each of these values, or each metric of a torchmetrics collection, with the same settings."""
-        if isinstance(values, torch.nn.Module):  # a collection: its metrics share states and are computed together
+        if hasattr(values, "compute_groups"):  # a collection: its metrics share states and are computed together
             self.log("", values, **settings)
             return
         for name, value in values.items():
@@ -233,15 +238,15 @@ class Run:
             limit=limit,
             non_blocking=self.settings["non_blocking"],
             channels_last=self.settings["channels_last"],
-            finish=partial(self.task.on_after_batch_to_device, stage=self.stage) if self._adapts else None,
+            dealt=self.settings["dispatch_batches"],
+            first_batch=self.state.batch if self.stage == "train" else 0,
         )
 
-    def begin_batch(self, fetched: Fetched) -> int:
-        """Take note of the batch that is worked on now; returns its samples, 1 when nobody can tell."""
-        size = fetched.size if fetched.size is not None else self.task.batch_size(fetched.batch)
-        self.batch_samples = size
+    def begin_batch(self, fetched: Fetched) -> Any:
+        """Take note of the batch that is worked on now; returns it as the task wants it on the device."""
+        self.batch_samples = fetched.size if fetched.size is not None else self.task.batch_size(fetched.batch)
         self._working = True
-        return 1 if size is None else size
+        return self.task.on_after_batch_to_device(fetched.batch, self.stage) if self._adapts else fetched.batch
 
     def end_batch(self) -> None:
         """No batch is worked on any more."""
@@ -281,6 +286,8 @@ class Run:
     def begin_window(self, feed: Feed) -> bool:
         """Note that a window begins; whether what the ranks tell each other in it may be read one window later."""
         self._next = "step"
+        self._window_start, self._step_at_window = feed.taken, self.state.global_step
+        feed.begin_window(self.plan.accumulation)
         return self.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
 
     def _is_quiet(self) -> bool:
@@ -289,29 +296,42 @@ class Run:
         ends = self.plan.rounds is None or after.batch >= self.plan.rounds
         return not self.plan.falls_on_step(after, epoch_ends=ends)
 
+    def read_rest(self) -> None:
+        """Keep in `metrics` what was recorded since the last points of the curves, which get no point for it."""
+        rest = {**self.records.step_values(), **self.records.epoch_values("train")}
+        self.metrics.update(rest)
+
     def told_when_due(self, epoch_ends: bool) -> AbstractContextManager[None]:
         """For the hooks of a step: where a log, a validation or an end follows, their errors are told to all ranks.
 
         Elsewhere a window follows, and they are told in that.
         """
-        self._due = self.devices.world_size > 1 and self.plan.falls_on_step(self.state, epoch_ends)
-        return self.devices.together() if self._due else _NO_CONTEXT
+        due = self.devices.world_size > 1 and self.plan.falls_on_step(self.state, epoch_ends)
+        self._next = None if due else "window"
+        return self.devices.together() if due else _NO_CONTEXT
 
     def goes_on(self, epoch_ends: bool) -> None:
         """The step is done and all that falls on it: note whether a window follows."""
         self._next = None if epoch_ends or self.state.stop_reason is not None else "window"
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, feed: Feed) -> None:
         """This rank failed in training: tell the others where that can be, and raise with them."""
-        if self.executor is None or self.devices.told is error:
+        executor = self.executor
+        if executor is None or self.devices.told is error:
             return
-        if self.executor.has_synced and self._next == "step" and self._due:
-            self.devices.raise_together(error)
-        after = replace(self.state, global_step=self.state.global_step + (self._next == "step"))
-        state, self.state = self.state, after
+        if executor.has_synced and self._next == "step":  # before what falls on the step is known
+            window = executor.finish()
+            self.count(feed, feed.taken - self._window_start, 0, window)
+            if self.plan.falls_on_step(self.state, epoch_ends=not (feed.more or (window.more and not feed.sized))):
+                self.devices.raise_together(error)
+            self._next = "window"
+        if executor.has_synced and self._next is None:
+            return
+        state = self.state
+        self.state = replace(state, global_step=max(state.global_step, self._step_at_window + 1))
         late = self.devices.reads_late and self._is_quiet()
         self.state = state
-        self.executor.fail(error, None if self._next is None else late)
+        executor.fail(error, late, feed)
 
     def count(self, feed: Feed, rounds: int, samples: int, window: Window) -> None:
         """A window is done: count it alike on all ranks.
@@ -322,8 +342,10 @@ class Run:
             samples: its samples over all ranks as the sampler knows them; 0 when it does not.
             window: what the ranks told each other, which counts where the sampler does not know.
         """
-        if not feed.sized:  # streams may have ended on some ranks
-            rounds, samples = -(-window.batches // self.devices.world_size), window.samples
+        feed.begin_window(self.plan.accumulation)
+        if not feed.sized:  # streams may have ended on some ranks; while one has more, it has filled its window
+            short = -(-window.batches // self.devices.world_size)
+            rounds, samples = self.plan.accumulation if window.more else short, window.samples
         samples = samples or window.samples
         self.state.batch += rounds
         self.state.samples += samples

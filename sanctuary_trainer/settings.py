@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from datetime import timedelta
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from sanctuary_trainer.errors import SettingsError
@@ -35,7 +36,7 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: with the setting, the value that was met and what was expected.
     """
-    settings = dict(given)
+    settings = {name: _plain(value) for name, value in given.items()}
     for name in _COUNTS_FROM_1:
         if settings[name] is not None:
             _check(name, settings[name], _is_int(settings[name], 1), "a whole number of at least 1")
@@ -82,6 +83,11 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _plain(value: Any) -> Any:
+    """numpy's whole numbers as Python's."""
+    return int(value) if hasattr(value, "__index__") and not isinstance(value, bool | int) else value
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -120,8 +126,10 @@ def _check_values(settings: dict[str, Any]) -> None:
             f"accelerator={accelerator!r}; an accelerate.Accelerator was expected. "
             "To choose the device, give cpu=True, or launch with `accelerate launch` or `torchrun`."
         )
+    folder = settings["project_dir"]
+    _check("project_dir", folder, isinstance(folder, str | Path), "a folder's path")
     name = settings["run_name"]
-    wrong = name is not None and (not isinstance(name, str) or not name or name in (".", "..") or "/" in name)
+    wrong = name is not None and (not isinstance(name, str) or name in ("", ".", "..") or {*name} & {"/", "\0"})
     _check("run_name", name, not wrong, "a folder's name without '/'")
 
 
@@ -173,7 +181,6 @@ def _with_fast_dev_run(settings: dict[str, Any]) -> dict[str, Any]:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         run_name=None,
-        project_dir=None,  # a temporary folder
     )
     return settings
 

@@ -148,7 +148,7 @@ class Trainer:
         settings = {name: value for name, value in locals().items() if name != "self"}
         self.settings = check_settings(settings)
         check_log_with(log_with)
-        given = [callbacks] if isinstance(callbacks, Callback | str) else list(callbacks)
+        given = [callbacks] if isinstance(callbacks, Callback | str) else list(callbacks or ())
         Callbacks(None, given)  # names and duplicates are checked before anything is built
         self._callbacks = given
 
@@ -230,6 +230,17 @@ class Trainer:
         settings = dict(self.settings)
         if not isinstance(task, VisionTask):
             raise TaskError(f"{verb} got {type(task).__name__}; an instance of a VisionTask subclass was expected.")
+        hidden = [name for name in ("batch_size", "split_batch") if not callable(getattr(task, name))]
+        if hidden:
+            raise TaskError(
+                f"{type(task).__name__} has an attribute {hidden[0]}, which hides the method of that name. "
+                "Give the attribute another name."
+            )
+        if getattr(task, "automatic_optimization", True) is not True:
+            raise NotSupportedError(
+                f"{type(task).__name__} sets automatic_optimization: manual and alternating (GAN) optimization come "
+                "later. Return the loss from training_step and let the trainer step."
+            )
         if task._run is not None:
             raise TaskError(f"{type(task).__name__} is in a run already: one task cannot be in two at once.")
         if verb == "fit":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sanctuary_trainer import Callback, DataError, SettingsError, TaskError, Trainer, VisionTask
+from sanctuary_trainer import Callback, DataError, NotSupportedError, SettingsError, TaskError, Trainer, VisionTask
 from tests.small_tasks import Line, Net, Numbers, NumberStream, classes, floats, loader, quiet_trainer, weights
 
 
@@ -540,3 +540,105 @@ def test_overfit_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     task = Line()
     quiet_trainer(max_epochs=3, overfit_batches=2).fit(task, loader(floats(range(10)), 2, shuffle=True))
     assert task.batches == [[0.0, 1.0], [2.0, 3.0]] * 3
+
+
+def test_steps_that_are_all_left_out_warn_and_max_steps_needs_no_position() -> None:
+    task = Skips()
+    task.skipped = (0, 1, 2)
+    with pytest.warns(UserWarning, match="Epoch 0 made no step"):
+        result = quiet_trainer(max_epochs=1).fit(task, loader(classes(12), 4))
+    assert result.global_step == 0
+    once = Skips()
+    once.skipped = (0,)
+    features, labels = torch.stack([x for x, _ in classes(4)]), torch.tensor([y for _, y in classes(4)])
+    assert quiet_trainer(max_steps=3).fit(once, [(features, labels)] * 4).global_step == 3
+
+
+def test_manual_optimization_and_hidden_methods_are_refused() -> None:
+    task = Line()
+    task.automatic_optimization = False  # type: ignore[assignment]
+    with pytest.raises(NotSupportedError, match="come later"):
+        quiet_trainer(max_epochs=1).fit(task, loader(floats([1.0]), 1))
+    other = Line()
+    other.batch_size = 32  # type: ignore[assignment, method-assign]
+    with pytest.raises(TaskError, match="hides the method"):
+        quiet_trainer(max_epochs=1).fit(other, loader(floats([1.0]), 1))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_a_launchers_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", value)
+    with pytest.raises(SettingsError, match=r"accumulation|ACCUMULATION"):
+        quiet_trainer(max_epochs=1).fit(Line(), loader(floats([1.0]), 1))
+
+
+def test_a_plateau_on_validation_may_be_longer_than_an_epoch() -> None:
+    trainer = quiet_trainer(max_epochs=4, val_check_interval=6)
+    assert trainer.fit(Plateau(), loader(floats(range(4)), 1), loader(floats([1.0]), 1)).global_step == 16
+
+
+def test_a_run_that_ends_inside_an_epoch_keeps_what_it_recorded() -> None:
+    class Logs(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", float(batch_idx), on_epoch=True, on_step=False)
+            return super().training_step(batch, batch_idx)
+
+    result = quiet_trainer(max_steps=3).fit(Logs(), loader(floats(range(10)), 1))
+    assert result.metrics["train/x"] == 1.0 and "train/loss" in result.metrics
+
+
+def test_a_log_at_the_end_of_an_epoch_is_that_epochs() -> None:
+    scores: list[tuple[int, float]] = []
+
+    class Logs(Line):
+        def on_train_epoch_end(self, run: Any) -> None:
+            self.log("score", float(run.state.epoch))
+
+    class Reads(Callback):
+        def on_log(self, run: Any, values: Any, step: int) -> None:
+            if "train/score" in values:
+                scores.append((step, values["train/score"]))
+
+    quiet_trainer(max_epochs=3, callbacks=[Reads()]).fit(Logs(), loader(floats(range(4)), 1))
+    assert scores == [(4, 0.0), (8, 1.0), (12, 2.0)]
+
+
+def test_a_given_accelerators_word_holds_and_its_state_survives_other_trainers() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert quiet_trainer(max_epochs=1).fit(Line(), loader(floats(range(4)), 1)).global_step == 4
+    assert accelerator.mixed_precision == "bf16"
+    task = Net().float()
+    data = loader([(x.float(), y) for x, y in classes(16)], 4)
+    assert quiet_trainer(max_epochs=1, cpu=None, accelerator=accelerator).fit(task, data).global_step == 2
+
+
+def test_numpy_numbers_are_numbers_and_odd_settings_are_named() -> None:
+    import numpy as np
+
+    assert quiet_trainer(max_steps=np.int64(2)).fit(Line(), loader(floats(range(9)), 1)).global_step == 2
+    wrong: list[dict[str, Any]] = [
+        {"max_epochs": 0}, {"max_epochs": True}, {"limit_train_batches": 1.5}, {"limit_val_batches": -1},
+        {"val_check_interval": 0}, {"val_check_interval": 5, "check_val_every_n_epoch": 2},
+        {"mixed_precision": "fp8"},
+        {"gradient_clip_val": 0.0}, {"gradient_clip_algorithm": "max"}, {"max_time": "1:2"}, {"timeout": 0},
+        {"seed": -1},
+        {"min_steps": 9, "max_steps": 3}, {"overfit_batches": 1, "limit_train_batches": 1}, {"run_name": "a/b"},
+        {"project_dir": 5}, {"dispatch_batches": True, "shard_data": False}, {"accelerator": "gpu"},
+        {"log_with": "nope"},
+        {"callbacks": [1]}, {"callbacks": ["nope"]}, {"log_every_n_steps": 0}, {"deterministic": 1},
+    ]  # fmt: skip
+    for settings in wrong:
+        with pytest.raises((SettingsError, TypeError), match="(?i)" + "|".join(settings) + "|callback"):
+            quiet_trainer(**settings)
+
+
+def test_counts_that_are_read_late_need_no_accelerator_to_be_right() -> None:
+    """`Executor.finish` in a late window; see tests/distributed for the ranks."""
+    from sanctuary_trainer.plan import Plan
+    from sanctuary_trainer.state import RunState
+
+    plan = Plan(rounds=10, accumulation=2, max_steps=9, log_every_n_steps=4)
+    quiet = [not plan.falls_on_step(RunState(batch=2 * (s + 1), global_step=s), epoch_ends=s == 4) for s in range(5)]
+    assert quiet == [True, True, True, False, False]

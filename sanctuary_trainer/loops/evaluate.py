@@ -84,8 +84,7 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
                 if feed.more:
                     fetched = feed.take()
                     if fetched.batch is not None:
-                        run.begin_batch(fetched)
-                        one(fetched, batch_idx)
+                        one(fetched._replace(batch=run.begin_batch(fetched)), batch_idx)
                         feed.read_ahead()
                         run.end_batch()
                     batch_idx += 1

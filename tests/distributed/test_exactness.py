@@ -346,8 +346,8 @@ def count_collectives(steps: int) -> Any:
     originals = {name: getattr(dist, name) for name in names}
 
     class Counts(Callback):
-        def on_train_epoch_start(self, run: Any) -> None:
-            for name in names:
+        def on_train_batch_start(self, run: Any, batch: Any, batch_idx: int) -> None:
+            for name in names if batch_idx == 0 else ():
                 setattr(dist, name, lambda *a, _name=name, **k: (calls.append(_name), originals[_name](*a, **k))[1])
 
         def on_train_step_end(self, run: Any) -> None:
@@ -569,3 +569,282 @@ def train_on_unequal_lengths() -> None:
 def test_data_of_unequal_length_is_refused_on_every_rank(two_ranks: Ranks) -> None:
     for outcome in two_ranks.outcomes(train_on_unequal_lengths):
         assert outcome.error is not None and "The training loader is not the same on all ranks" in outcome.error
+
+
+class Unreadable(torch.utils.data.Dataset[Any]):
+    """Sample 13 cannot be read, on one rank or on all."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        import os
+
+        if index >= 13 and int(os.environ["RANK"]) in self.ranks:
+            raise OSError(f"image {index} is broken")
+        return classes(40)[index]
+
+
+def read_what_is_broken(ranks: set[int], verb: str, dispatch: bool) -> None:
+    trainer = quiet_trainer(max_epochs=1, timeout=15, dispatch_batches=dispatch, gradient_accumulation_steps=2)
+    data = DataLoader(Unreadable(ranks), batch_size=4)
+    getattr(trainer, verb)(Net(), data)
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "predict"])
+@pytest.mark.parametrize(("ranks", "dispatch"), [({1}, False), ({0}, False), ({0, 1}, False), ({0}, True)])
+def test_an_error_while_reading_on_one_rank_reaches_all(
+    two_ranks: Ranks, ranks: set[int], verb: str, dispatch: bool
+) -> None:
+    for outcome in two_ranks.outcomes(read_what_is_broken, ranks, verb, dispatch, timeout=30):
+        assert outcome.error is not None and "is broken" in outcome.error
+
+
+class NoLength(torch.utils.data.Sampler[int]):
+    """A sampler that does not tell how many it gives."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def train_without_a_length(kind: str, count: int, batch_size: int, accumulation: int) -> Any:
+    task, samples = Net(), classes(count)
+    data: Any = DataLoader(NumberStream(samples), batch_size=batch_size)
+    if kind == "sampler":
+        data = loader(samples, batch_size, sampler=NoLength(count))
+    states: list[int] = []
+
+    class Counts(Callback):
+        def on_train_step_end(self, run: Any) -> None:
+            states.append(run.state.samples)
+
+    result = quiet_trainer(
+        max_epochs=2,
+        gradient_accumulation_steps=accumulation,
+        dispatch_batches=kind == "dispatched",
+        callbacks=[Counts()],
+    ).fit(task, data)
+    return weights(task), result.global_step, states
+
+
+@pytest.mark.parametrize("kind", ["sampler", "dispatched", "stream"])
+@pytest.mark.parametrize(("count", "accumulation"), [(9, 1), (12, 1), (17, 2), (20, 3)])
+def test_ranks_stay_alike_on_data_without_a_length(two_ranks: Ranks, kind: str, count: int, accumulation: int) -> None:
+    (found, steps, states), (found_too, steps_too, states_too) = two_ranks(
+        train_without_a_length, kind, count, 4, accumulation
+    )
+    assert torch.equal(found, found_too) and steps == steps_too and states == states_too
+
+
+class RaisesInAHook(Net):
+    def __init__(self, hook: str, rank: int, at: int) -> None:
+        super().__init__()
+        self.hook, self.rank, self.at = hook, rank, at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.reach("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def reach(self, hook: str) -> None:
+        if hook == self.hook and self.run.rank == self.rank and self.run.state.global_step >= self.at:
+            raise ValueError(f"broken in {hook}")
+
+    def setup(self, stage: str) -> None:
+        self.reach("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.reach("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self, run: Any) -> None:
+        self.reach("on_fit_start")
+
+    def on_train_epoch_start(self, run: Any) -> None:
+        self.reach("on_train_epoch_start")
+
+    def on_train_batch_start(self, run: Any, batch: Any, batch_idx: int) -> None:
+        self.reach("on_train_batch_start")
+
+    def on_train_batch_end(self, run: Any, batch: Any, batch_idx: int, loss: Any) -> None:
+        self.reach("on_train_batch_end")
+
+    def on_before_optimizer_step(self, run: Any) -> None:
+        self.reach("on_before_optimizer_step")
+
+    def on_train_step_end(self, run: Any) -> None:
+        self.reach("on_train_step_end")
+
+    def on_log(self, run: Any, values: Any, step: int) -> None:
+        self.reach("on_log")
+
+    def on_save_point(self, run: Any) -> None:
+        self.reach("on_save_point")
+
+    def on_evaluation_start(self, run: Any, stage: str) -> None:
+        self.reach("on_evaluation_start")
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: Any) -> None:
+        self.reach("on_evaluation_end")
+
+    def on_train_epoch_end(self, run: Any) -> None:
+        self.reach("on_train_epoch_end")
+
+
+HOOKS_THAT_RAISE = [
+    "setup", "configure_optimizers", "on_fit_start", "on_train_epoch_start", "on_train_batch_start",
+    "on_train_batch_end", "training_step", "on_before_optimizer_step", "on_train_step_end", "on_log", "on_save_point",
+    "on_evaluation_start",
+    "on_evaluation_end", "on_train_epoch_end",
+]  # fmt: skip
+
+
+def raise_in_a_hook(hook: str, rank: int, at: int, late: bool, **settings: Any) -> None:
+    if late:  # as on an accelerator, where the host does not wait for what the ranks tell each other
+        from sanctuary_trainer import devices
+
+        made = devices.Devices.__init__
+
+        def reading_late(self: Any, **given: Any) -> None:
+            made(self, **given)
+            self.reads_late = True
+
+        devices.Devices.__init__ = reading_late  # type: ignore[method-assign]
+    quiet_trainer(max_epochs=3, timeout=15, **settings).fit(
+        RaisesInAHook(hook, rank, at), loader(classes(40), 4), loader(classes(9), 4)
+    )
+
+
+@pytest.mark.parametrize("hook", HOOKS_THAT_RAISE)
+@pytest.mark.parametrize(
+    ("rank", "at", "late", "settings"),
+    [
+        (1, 0, False, {}),
+        (0, 2, False, {"log_every_n_steps": 3, "gradient_accumulation_steps": 2}),
+        (1, 1, False, {"dispatch_batches": True, "gradient_accumulation_steps": 2}),
+        (1, 2, True, {"log_every_n_steps": 4}),
+        (1, 3, True, {"log_every_n_steps": 4}),
+    ],
+)
+def test_an_error_in_any_hook_on_one_rank_reaches_all(
+    two_ranks: Ranks, hook: str, rank: int, at: int, late: bool, settings: dict[str, Any]
+) -> None:
+    if at and hook in ("setup", "configure_optimizers", "on_fit_start"):
+        at = 0
+    outcomes = two_ranks.outcomes(raise_in_a_hook, hook, rank, at, late, timeout=30, **settings)
+    told = [outcome.error or "no error" for outcome in outcomes]
+    assert f"ValueError: broken in {hook}" in told[rank]
+    assert "RankError" in told[1 - rank] and f"rank {rank}: ValueError: broken in {hook}" in told[1 - rank]
+
+
+def train_late(stop_at: int) -> Any:
+    from sanctuary_trainer import devices
+
+    made = devices.Devices.__init__
+
+    def reading_late(self: Any, **given: Any) -> None:
+        made(self, **given)
+        self.reads_late = stop_at >= 0
+
+    devices.Devices.__init__ = reading_late  # type: ignore[method-assign]
+    callbacks = [StopsOnOneRank(1, stop_at)] if stop_at > 0 else []
+    task = SkipsSome({classes(40)[8][0][0].item()})
+    result = quiet_trainer(max_epochs=2, log_every_n_steps=3, callbacks=callbacks).fit(task, loader(classes(40), 4))
+    return weights(task), result.global_step, result.stop_reason
+
+
+def test_reading_late_changes_nothing_but_when_a_stop_is_obeyed(two_ranks: Ranks) -> None:
+    (at_once, steps, _), *_ = two_ranks(train_late, -1)
+    for found, global_step, _ in two_ranks(train_late, 0):
+        assert torch.equal(found, at_once) and global_step == steps == 10
+    (found, step, reason), (found_too, step_too, reason_too) = two_ranks(train_late, 1)
+    assert torch.equal(found, found_too) and (step, reason) == (step_too, reason_too) and step in (3, 4)
+
+
+class ThawsInside(Net):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(frozen)
+        self.then = not frozen
+
+    def on_train_step_end(self, run: Any) -> None:
+        if run.state.global_step == 2:
+            self.net[0].requires_grad_(self.then)
+
+
+def thaw_inside(frozen: bool, batch_size: int) -> Any:
+    task = ThawsInside(frozen)
+    quiet_trainer(max_epochs=1).fit(task, loader(classes(40), batch_size))
+    return weights(task)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_thawed_or_frozen_inside_an_epoch_stay_alike(two_ranks: Ranks, one_rank: Ranks, frozen: bool) -> None:
+    (expected,) = one_rank(thaw_inside, frozen, 8)
+    for found in two_ranks(thaw_inside, frozen, 4):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+class UnusedLater(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(5, 3).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]) + (self.spare(batch[0]) if batch_idx < 2 else 0)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+def train_with_a_layer_unused_later() -> None:
+    quiet_trainer(max_epochs=1, timeout=15).fit(UnusedLater(), loader(classes(40), 4))
+
+
+def test_a_layer_that_is_unused_only_later_is_named_too(two_ranks: Ranks) -> None:
+    for outcome in two_ranks.outcomes(train_with_a_layer_unused_later, timeout=30):
+        assert outcome.error is not None and "spare.weight, spare.bias" in outcome.error
+
+
+class WithOddBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("odd", torch.arange(3, dtype=torch.int16))
+
+
+def evaluate_several_loaders(orders: dict[int, list[str]]) -> Any:
+    import os
+
+    loaders = {"a": loader(classes(8), 4), "b": loader(classes(3), 4)}
+    names = orders[int(os.environ["RANK"])]
+    return quiet_trainer().validate(WithOddBuffer(), {name: loaders[name] for name in names})
+
+
+def test_evaluation_loaders_in_another_order_are_refused(two_ranks: Ranks) -> None:
+    first, second = two_ranks(evaluate_several_loaders, {0: ["a", "b"], 1: ["a", "b"]})
+    assert first == second and set(first) == {"val/a/loss", "val/a/accuracy", "val/b/loss", "val/b/accuracy"}
+    for outcome in two_ranks.outcomes(evaluate_several_loaders, {0: ["a", "b"], 1: ["b", "a"]}):
+        assert outcome.error is not None and "in one order on every rank" in outcome.error
+
+
+def plan_with_own_lengths(interval: Any) -> Any:
+    import os
+
+    class Estimates(Net):
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.run.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    task = Estimates()
+    data = loader(classes([32, 16][int(os.environ["RANK"])]), 4)
+    result = quiet_trainer(max_epochs=2, shard_data=False, val_check_interval=interval).fit(task, data, data)
+    return task.estimate, result.global_step, weights(task)
+
+
+@pytest.mark.parametrize("interval", [None, 0.5, 3])
+def test_data_of_each_ranks_own_length_gives_one_plan(two_ranks: Ranks, interval: Any) -> None:
+    (estimate, steps, found), (estimate_too, steps_too, found_too) = two_ranks(plan_with_own_lengths, interval)
+    assert estimate == estimate_too == steps == steps_too == 16 and torch.equal(found, found_too)
