@@ -22,14 +22,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.dispatch import NOTHING, Dispatch
 from sanctuary_trainer.errors import TaskError
 
 if TYPE_CHECKING:
-    from sanctuary_trainer.feed import Feed
     from sanctuary_trainer.task import VisionTask
 
 
@@ -77,10 +75,10 @@ class Executor:
         self._weight = 0.0
         self._samples = self._batches = 0
         self._carried = NOTHING
-        self._late = False
+        self.late = False  # whether what is told in this window is read in the next one
         self._before: tuple[torch.Tensor, torch.Event | None] | None = None  # what the window before told, if late
-        self._entered = False  # whether a forward of this window has begun
-        self._synced = True  # whether DDP has been given a gradient for every parameter of this window
+        self.entered = False  # whether a forward of this window has begun
+        self.has_synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
         self._wrap()
 
@@ -93,11 +91,6 @@ class Executor:
         self._checked = not several
         self._parameters = list(self.task.parameters())
         self._trains = [parameter.requires_grad for parameter in self._parameters]
-
-    @property
-    def has_synced(self) -> bool:
-        """Whether this rank has given all that it owes to the window."""
-        return self._synced
 
     def follow_frozen(self) -> None:
         """Wrap anew, and wake up, when other parameters require a gradient than before: layers frozen or thawed.
@@ -115,18 +108,18 @@ class Executor:
             self.task.train_mode()
 
     def begin(self, late: bool = False) -> None:
-        """Start a window; from here on `fail` can tell the other ranks.
+        """Start a window; until it has synced, this rank can tell the others of an error in it.
 
         Args:
             late: on an accelerator, do not wait for what the ranks tell each other in this window: it is read in the
                 next one. Only where every rank's next act is a window.
         """
         self._follow_frozen()
-        self._late = late
+        self.late = late
         self._weight = 0.0
         self._samples = self._batches = 0
-        self._entered = False
-        self._synced = not self._several
+        self.entered = False
+        self.has_synced = not self._several
 
     def expect(self, samples: float) -> None:
         """How many samples the window will have over all ranks, the same number on all ranks."""
@@ -168,7 +161,7 @@ class Executor:
         if sync and self._several:
             carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
             self._carried = carried
-        self._entered = True
+        self.entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
             try:
                 scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
@@ -186,8 +179,8 @@ class Executor:
                 scaled.backward()
                 self.in_sync = False
         self._weight += weight
-        if sync and not self._synced:
-            self._synced = True
+        if sync and not self.has_synced:
+            self.has_synced = True
             self._check_gradients()
         return None if loss is None else (loss, weight)
 
@@ -210,44 +203,8 @@ class Executor:
 
     def join(self, *, more: bool = False, stop: bool = False, failed: bool = False) -> None:
         """Give zeros for this rank's part of the window, unless it has synced, so that the other ranks go on."""
-        if not self._synced:
+        if not self.has_synced:
             self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
-
-    def fail(self, error: Exception, next_late: bool, feed: Feed) -> None:
-        """Tell the other ranks that this one failed, and raise `error` together with them.
-
-        They are told with the window they are in, or, when this rank has synced it, with the next one. It returns at
-        once where the collectives of a backward are under way: then the end of this process, or the timeout, tells.
-
-        Args:
-            error: what was raised here.
-            next_late: whether the next window is late.
-            feed: the epoch.
-        """
-        if not self._several or self.in_sync:
-            return
-        if self._synced:
-            self.begin(late=next_late)
-        elif self._entered and isinstance(self.module, nn.parallel.DistributedDataParallel):
-            # The forward that died has sent its buffers already; the others would not answer a second time.
-            self.module.require_forward_param_sync = False
-        self._join_failed(feed)
-        if self._late:  # the others read it in the window after
-            self.begin()
-            feed.begin_window(feed.window)
-            self._join_failed(feed)
-        self.devices.raise_together(error)
-
-    def _join_failed(self, feed: Feed) -> None:
-        if feed.dealt:  # the others take round after round, which rank 0 deals to all
-            if not self._entered:
-                if feed.owed == feed.window and feed.more:
-                    feed.take()
-                # DDP may send something in a window's first forward, which the others run after its first round.
-                self.execute(None, 0, 0, False, join=True)
-            while feed.owed > 0 and feed.more:
-                feed.take()
-        self.join(failed=True)
 
     def finish(self) -> Window:
         """What the window came to, over all ranks; in a late window the flags are those of the window before."""
@@ -259,7 +216,7 @@ class Executor:
         # Summing the ranks' weights rounds (8 / 3 + 8 / 3 + 8 / 3): a factor this near to 1 is taken for 1.
         rounding = 8 * torch.finfo(told.dtype).eps
         before, self._before = _read(self._before), None
-        if self._late:
+        if self.late:
             ratio = self._expected / told[0]
             close = ((ratio - 1).abs() <= rounding) | (told[0] <= 0)
             self._before = _copied(told)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,8 @@ from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
 from sanctuary_trainer.state import RunState
 from sanctuary_trainer.task import VisionTask
+from sanctuary_trainer.telling import Telling
 from sanctuary_trainer.tracking import Tracking
-
-_NO_CONTEXT = nullcontext()
 
 
 class Run:
@@ -57,6 +54,7 @@ class Run:
         execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
             replace it in `on_fit_start` by a function of the same arguments that calls it.
         deadline: time.monotonic() after which the run stops.
+        telling: how this rank tells the others that it failed.
         ends_epoch: whether the run is at what falls on the end of an epoch.
         validated: whether a validation has taken place in this fit; sanity validation does not count.
     """
@@ -90,13 +88,11 @@ class Run:
         self._adapts = type(task).on_after_batch_to_device is not VisionTask.on_after_batch_to_device
         self._throughput = (time.perf_counter(), 0)
         self._trained = 0  # samples since the start, over all ranks
-        # What the other ranks do next once this one has synced: "step" (the end of the window), "window", or something
-        # else (None), in which they cannot be told of an error.
-        self._next: str | None = None
-        self._window_start = self._step_at_window = 0  # rounds taken and steps made when the window began
+        self.telling = Telling(self)
         self._working = False
         self.validated = False
         self.ends_epoch = False
+        self.monitors_checked = False
         self.compiled: list[torch.nn.Module] = []  # what this run compiled
 
     # What callbacks and tasks use
@@ -283,55 +279,9 @@ class Run:
             values["train/grad_norm"] = float(self.optimization.gradient_norm)
         return values
 
-    def begin_window(self, feed: Feed) -> bool:
-        """Note that a window begins; whether what the ranks tell each other in it may be read one window later."""
-        self._next = "step"
-        self._window_start, self._step_at_window = feed.taken, self.state.global_step
-        feed.begin_window(self.plan.accumulation)
-        return self.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
-
-    def _is_quiet(self) -> bool:
-        """Whether nothing falls on the window to come, so that every rank goes on to the one after at once."""
-        after = replace(self.state, batch=self.state.batch + self.plan.accumulation)
-        ends = self.plan.rounds is None or after.batch >= self.plan.rounds
-        return not self.plan.falls_on_step(after, epoch_ends=ends)
-
     def read_rest(self) -> None:
         """Keep in `metrics` what was recorded since the last points of the curves, which get no point for it."""
-        rest = {**self.records.step_values(), **self.records.epoch_values("train")}
-        self.metrics.update(rest)
-
-    def told_when_due(self, epoch_ends: bool) -> AbstractContextManager[None]:
-        """For the hooks of a step: where a log, a validation or an end follows, their errors are told to all ranks.
-
-        Elsewhere a window follows, and they are told in that.
-        """
-        due = self.devices.world_size > 1 and self.plan.falls_on_step(self.state, epoch_ends)
-        self._next = None if due else "window"
-        return self.devices.together() if due else _NO_CONTEXT
-
-    def goes_on(self, epoch_ends: bool) -> None:
-        """The step is done and all that falls on it: note whether a window follows."""
-        self._next = None if epoch_ends or self.state.stop_reason is not None else "window"
-
-    def fail(self, error: Exception, feed: Feed) -> None:
-        """This rank failed in training: tell the others where that can be, and raise with them."""
-        executor = self.executor
-        if executor is None or self.devices.told is error:
-            return
-        if executor.has_synced and self._next == "step":  # before what falls on the step is known
-            window = executor.finish()
-            self.count(feed, feed.taken - self._window_start, 0, window)
-            if self.plan.falls_on_step(self.state, epoch_ends=not (feed.more or (window.more and not feed.sized))):
-                self.devices.raise_together(error)
-            self._next = "window"
-        if executor.has_synced and self._next is None:
-            return
-        state = self.state
-        self.state = replace(state, global_step=max(state.global_step, self._step_at_window + 1))
-        late = self.devices.reads_late and self._is_quiet()
-        self.state = state
-        executor.fail(error, late, feed)
+        self.metrics.update({**self.records.step_values(), **self.records.epoch_values("train")})
 
     def count(self, feed: Feed, rounds: int, samples: int, window: Window) -> None:
         """A window is done: count it alike on all ranks.

@@ -341,9 +341,9 @@ class Trainer:
                 stack.callback(run.tracking.close, status)
             if callable(getattr(data, "teardown", None)):
                 stack.callback(data.teardown, run.verb)
-            stack.callback(run.callbacks.teardown, run)
+            stack.callback(lambda: run.callbacks.teardown(run))
             if run.verb == "fit":
-                stack.callback(run.callbacks.on_fit_end, run)
+                stack.callback(lambda: run.callbacks.on_fit_end(run))
             run.executor, run.execute = None, _over  # DDP's hooks leave the parameters with the executor
 
 

@@ -21,7 +21,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
     made, logs = False, plan.logs(state.global_step + 1)
-    with run.told_when_due(epoch_ends):
+    with run.telling.told_when_due(epoch_ends):
         if window.updates:
             optimization.average(window.factor)
             hooks.on_before_optimizer_step(run)
@@ -41,7 +41,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
         run.settle_stop()
     run.settle_stop(window.stop)
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
-    run.goes_on(epoch_ends)
+    run.telling.goes_on(epoch_ends)
     if made and not epoch_ends:
         hooks.on_save_point(run)
 
@@ -57,18 +57,19 @@ def end_epoch(run: Run, made: int) -> None:
     run.ends_epoch = True
     values = run.records.epoch_values("train")
     run.publish(values)
-    optimization.new_values(values)
     if plan.validates_at_epoch_end(state):
         evaluate(run, "val")
     optimization.end_epoch()
     with run.devices.together():
         run.callbacks.on_train_epoch_end(run)
-    values = run.records.epoch_values("train")
-    run.publish(values)
-    optimization.new_values(values)
+    late = run.records.epoch_values("train")  # what was logged by that hook
+    run.publish(late)
+    optimization.new_values({**values, **late})
     run.ends_epoch = False
-    if run.validated or not plan.validates:
-        optimization.check_monitors(run.metrics)
+    if not run.monitors_checked and (run.validated or not plan.validates):
+        run.monitors_checked = True
+        for text in optimization.check_monitors(run.metrics):
+            run.warn(text)
     state.end_epoch()
     run.settle_stop()
     state.stop_reason = state.stop_reason or plan.finished(state)

@@ -31,7 +31,9 @@ def fit(run: Run) -> None:
         run.callbacks.on_fit_start(run)
     sanity = run.settings["num_sanity_val_steps"]
     if run.plan.validates and sanity:
-        evaluate(run, "sanity", limit=sanity)
+        metrics = evaluate(run, "sanity", limit=sanity)
+        for text in run.optimization.unknown_monitors(metrics) if run.optimization is not None else ():
+            run.warn(text)
     run.state.stop_reason = run.plan.finished(run.state)
     while run.state.stop_reason is None:
         train_epoch(run)
@@ -61,7 +63,7 @@ def train_epoch(run: Run) -> None:
                 goes_on = feed.more or (window.more and not feed.sized)
                 train_step(run, window, epoch_ends=not goes_on)
         except Exception as error:  # where steps are run: the other ranks must hear of it
-            run.fail(error, feed)
+            run.telling.fail(error, feed)
             raise
     if state.batch == plan.rounds if feed.sized else not goes_on:
         end_epoch(run, made=state.global_step - steps)
@@ -70,7 +72,7 @@ def train_epoch(run: Run) -> None:
 def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     """Forward and backward of the rounds of one window; a rank without batches joins with zeros."""
     clock, hooks, rounds, samples = run.clock, run.callbacks, 0, 0
-    executor.begin(late=run.begin_window(feed))
+    executor.begin(late=run.telling.begin_window(feed))
     for index in range(run.plan.accumulation):
         if not feed.more:
             break
