@@ -9,32 +9,27 @@ run
 from __future__ import annotations
 
 import csv
-import logging
 import os
 import shlex
-import signal
 import sys
-import uuid
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, TensorDataset
 
-from sanctuary_trainer import RankError, Trainer
+from sanctuary_trainer import Trainer
 from sanctuary_trainer.cli import confusion_matrix
 from sanctuary_trainer.cli.demo_data import Pictures
+from sanctuary_trainer.cli.processes import run_in_processes
 from sanctuary_trainer.cli.small_cnn import SmallCNN
 from sanctuary_trainer.tasks import ImageClassification
 
 BATCH = 64  # images of a step, over all processes
-IMAGES_TO_SEE = 25_000  # in training, as far as 3 to 50 epochs allow: half a minute of a laptop's CPU with the digits
+IMAGES_TO_SEE = 25_000  # in training, as far as 3 to 50 epochs allow
 
 
 class Outcome(NamedTuple):
@@ -62,6 +57,8 @@ def run(pictures: Pictures, epochs: int | None, processes: int, project_dir: Pat
     is_main = os.environ.get("RANK", "0") == "0"  # the user may have started this under torchrun
     epochs = epochs or min(max(round(IMAGES_TO_SEE / len(pictures.train)), 3), 50)
     if is_main:
+        for remark in pictures.remarks:
+            print(f"{program} demo: warning: {remark}", file=sys.stderr)
         print(
             f"{len(pictures.images):,} images of {len(pictures.names)} classes: {len(pictures.train):,} to train on, "
             f"{len(pictures.val):,} to validate, {len(pictures.test):,} to test",
@@ -70,7 +67,7 @@ def run(pictures: Pictures, epochs: int | None, processes: int, project_dir: Pat
     if processes == 1:
         outcome = train_and_test(pictures, epochs, project_dir)
     else:
-        outcome = _in_processes(processes, pictures, epochs, project_dir)
+        outcome = run_in_processes(processes, train_and_test, pictures, epochs, project_dir)
     if is_main:
         _write(pictures, outcome, program)
 
@@ -96,43 +93,6 @@ def train_and_test(pictures: Pictures, epochs: int, project_dir: Path) -> Outcom
     probabilities = quiet.predict(task, loader(pictures.test))
     assert isinstance(probabilities, list)
     return Outcome(result.run_dir, accuracy, torch.stack(probabilities).numpy())
-
-
-def _train_as_rank(pictures: Pictures, epochs: int, project_dir: Path) -> Outcome:
-    def leave(*_: object) -> None:
-        # A terminal's Ctrl-C reaches all processes, and the one that waits tells it and passes it on once more.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        sys.exit(130)
-
-    signal.signal(signal.SIGINT, leave)
-    return train_and_test(pictures, epochs, project_dir)
-
-
-def _in_processes(processes: int, pictures: Pictures, epochs: int, project_dir: Path) -> Outcome:
-    """`train_and_test` in processes that torchrun's own machinery starts and watches; the outcome of rank 0."""
-    # Each process would use all cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    logging.disable(logging.ERROR)  # in this process, which only waits: what the machinery reports, it also raises
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # without it, it asks the network for this machine's name
-        max_restarts=0,
-    )
-    try:
-        outcomes: dict[int, Outcome] = elastic_launch(config, _train_as_rank)(pictures, epochs, project_dir)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message: Any = failure.message
-        text = message["message"] if isinstance(message, dict) else message
-        raise RankError(f"Process {rank} of {processes} failed: {text}") from error
-    except SignalException as error:
-        raise KeyboardInterrupt from error
-    return outcomes[0]
 
 
 def _write(pictures: Pictures, outcome: Outcome, program: str) -> None:

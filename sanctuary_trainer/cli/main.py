@@ -59,9 +59,6 @@ def _demo(chosen: argparse.Namespace, program: str) -> None:
     from sanctuary_trainer.cli import demo_data
 
     pictures = demo_data.read(chosen.data)
-    for remark in pictures.remarks:
-        print(f"{program} demo: warning: {remark}", file=sys.stderr)
-
     # Read once, when torch is imported. Threads that wait for others that have no core turn 46 s into 6 minutes (the
     # digits, 2 cores, 7 other processes); asleep they do not.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
