@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .errors import DataError
+from sanctuary_trainer.errors import DataError
 
 __all__ = ["batch_size", "map_tensors", "move", "split", "to_samples"]
 

@@ -34,8 +34,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from .errors import DataError, NotSupportedError, RankError, SettingsError
-from .reading import (
+from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
+from sanctuary_trainer.owners import initial_seeds, length, set_epoch, tell_again
+from sanctuary_trainer.reading import (
     NONE,
     Fetched,
     MapReader,
@@ -44,13 +45,11 @@ from .reading import (
     Reader,
     Source,
     StreamReader,
-    length,
     no_position,
     nothing,
-    set_epoch,
     shut_down,
 )
-from .seeding import READ, Generators, initial_seeds, mix
+from sanctuary_trainer.seeding import READ, Generators, mix
 
 __all__ = ["Dispatcher", "Fetched", "RankLoader"]
 
@@ -84,15 +83,15 @@ class RankLoader:
             batches that can be iterated anew each epoch.
         rank, world_size: this process and how many there are.
         seed: orders and augmentation are functions of it and of the epoch.
-        shard_data: False where the data of each rank is its own already.
+        shard_data: False where the data of each rank is its own already; not together with `dispatch`.
         dispatch: rank 0 reads and deals to the others through this.
-        shuffle: False reads in the order of the data set (a sampler that is no plain shuffle: as in epoch 0, always).
+        shuffle: False reads in the order of the data set (a sampler that is no plain shuffle, a stream or ready
+            batches: as in epoch 0, always).
         name: "train", "val", ... for messages.
 
     Raises:
         DataError: the loader is nothing that can be read.
         NotSupportedError: it reads an IterDataPipe in workers.
-        SettingsError: dispatch together with shard_data=False.
     """
 
     def __init__(
@@ -107,11 +106,6 @@ class RankLoader:
         shuffle: bool | None = None,
         name: str = "train",
     ) -> None:
-        if dispatch is not None and not shard_data:
-            raise SettingsError(
-                "dispatch_batches=True lets rank 0 read for all ranks, shard_data=False lets each rank read data of "
-                "its own. Give one of them."
-            )
         self._dispatch = dispatch if world_size > 1 else None
         self._ranks = world_size
         source = _source(loader, name)
@@ -150,8 +144,8 @@ class RankLoader:
         if self._dispatch is not None:  # batches are read as one process does, and dealt R at a time
             part = Part(0, 1, (0,), own=False)
         if source is not None:
-            return StreamReader(source, part, seed)
-        return _BatchesReader(loader, part, seed, name)
+            return StreamReader(source, part, seed, same_order=shuffle is False)
+        return _BatchesReader(loader, part, seed, name, same_order=shuffle is False)
 
     @property
     def sized(self) -> bool:
@@ -243,10 +237,15 @@ class RankLoader:
 
 
 class _BatchesReader(Reader):
-    """Any iterable of ready batches: batch k goes to rank k % R. A list is indexed; all else every rank reads whole."""
+    """Any iterable of ready batches: batch k goes to rank k % R. A list is indexed; all else every rank reads whole.
 
-    def __init__(self, batches: Any, part: Part, seed: int, name: str) -> None:
+    Args:
+        same_order: read every epoch as epoch 0.
+    """
+
+    def __init__(self, batches: Any, part: Part, seed: int, name: str, same_order: bool) -> None:
         self._batches, self._part, self._seed, self._name = batches, part, seed, name
+        self._same_order = same_order
         size = getattr(batches, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self._read_before = False
@@ -269,6 +268,7 @@ class _BatchesReader(Reader):
                 "object whose __iter__ begins anew."
             )
         self._read_before = True
+        epoch = 0 if self._same_order else epoch
         set_epoch(self.drawing(), epoch)
         return self._read(epoch, limit)
 
@@ -307,7 +307,8 @@ class _BatchesReader(Reader):
             yield self._batches.__getitem__
             return
         own = self._part.rank if self._part.own else -1
-        generators = Generators(self.drawing(), resumable=True).seeded(mix(READ, self._seed, epoch, own))
+        drawing = self.drawing()
+        generators = Generators(drawing, resumable=True).seeded(mix(READ, self._seed, epoch, own))
         with generators:
             iterator = iter(self._batches)
         begin = 0
@@ -315,6 +316,7 @@ class _BatchesReader(Reader):
         def batch_at(number: int) -> Any:
             nonlocal begin
             skip, begin = number - begin, number + 1
+            tell_again(drawing, epoch)
             with generators:
                 return next(islice(iterator, skip, None), NONE)
 

@@ -36,8 +36,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .errors import DataError, NotSupportedError
-from .seeding import BATCH, ORDER, READ, WORKERS, Generators, held_by, may_draw, mix
+from sanctuary_trainer.errors import DataError, NotSupportedError
+from sanctuary_trainer.owners import held_by, length, set_epoch, tell_again
+from sanctuary_trainer.seeding import BATCH, ORDER, READ, WORKERS, Generators, may_draw, mix
 
 NONE: Any = object()  # what next() gives after the end
 _FOR_EVER = (1 << 63) - 1
@@ -238,19 +239,16 @@ class _Fetch:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool) -> None:
         self.dataset, self._collate, self._single = dataset, collate, single
         self._datasets = held_by(dataset, Dataset)
-        self._generators = Generators(self._datasets)
-        self._epoch: int | None = None
+        self.generators = Generators([*self._datasets, collate])
 
     def __getitems__(self, indices: _Indices) -> _Indices:
         return indices
 
     def __call__(self, indices: _Indices) -> Any:
         dataset = self.dataset
-        if indices.epoch != self._epoch:
-            self._epoch = indices.epoch
-            if get_worker_info() is not None:  # the main process has told its own copy already
-                set_epoch(self._datasets, indices.epoch)
-        with self._generators.seeded(indices.seed):
+        if tell_again(self._datasets, indices.epoch):
+            self.generators.look_up_anew()
+        with self.generators.seeded(indices.seed):
             if self._single:
                 return self._collate(dataset[indices[0]])
             fetch_all = getattr(dataset, "__getitems__", None)
@@ -301,7 +299,7 @@ class MapReader(Reader):
         self._shares = [(rank, part.share_of(rank)) for rank in part.mine]
         self._order = Generators(self.drawing(), resumable=True)  # once: making one takes 0.4 ms
         self._plain = not self._single and not may_draw(source.dataset, source.collate)
-        fetch = _Fetch(source.dataset, source.collate, self._single)
+        self._fetch = fetch = _Fetch(source.dataset, source.collate, self._single)
         self._loader = _Loader(
             source,
             seed,
@@ -334,6 +332,7 @@ class MapReader(Reader):
         if start_samples and not self.sized:
             raise no_position(self._source.name, start_samples, "the number of its samples is not known")
         set_epoch(self._source.datasets(), epoch)
+        self._fetch.generators.look_up_anew()
         take = self._draw(0 if self._same_order else epoch)
         send = self._send(take, epoch, start_samples, limit)
         self._lists.begin = lambda: send
@@ -471,23 +470,26 @@ class Stream(IterableDataset[tuple[int, int, int, Any]]):
         self._batch_size, self._drops = source.batch_size, source.drop_last
         self._part, self._seed = part, seed
         self.datasets = source.datasets()
-        self._generators = Generators(self.datasets)
+        self._generators = Generators([*self.datasets, source.collate])
         # Shared memory: persistent workers hold a copy of this object from an earlier epoch.
         self.epoch_and_limit = RawArray("q", 2)
+        self.samples_read = RawArray("q", max(1, source.options["num_workers"]))  # by each worker to its end; else -1
 
     def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
         part, info = self._part, get_worker_info()
         worker = 0 if info is None else info.id
         epoch, limit = self.epoch_and_limit
-        if info is not None:  # the main process has told its own copy already
-            set_epoch(self.datasets, epoch)
         ranks, mine = part.dealt, part.share_of(part.rank)
         per_round = ranks * (self._batch_size or 1)
         samples: Iterator[Any] | None = None
         for k in range(limit):
+            if tell_again(self.datasets, epoch) or k == 0:
+                self._generators.look_up_anew()
             with self._generators.seeded(mix(READ, self._seed, epoch, worker, k, part.rank if part.own else -1)):
                 samples = iter(self.dataset) if samples is None else samples
                 kept, n = _each(ranks, mine, islice(samples, per_round))
+                if n < per_round:
+                    self.samples_read[worker] = k * per_round + n
                 if not kept or (self._drops and n < per_round):
                     return
                 if self._collate is not default_collate:
@@ -508,12 +510,12 @@ def _each(ranks: int, mine: int, samples: Iterable[Any]) -> tuple[list[Any], int
 
 
 class StreamReader(Reader):
-    """An IterableDataset. A rank's stream may end before another's, so the ranks must agree about the end."""
+    """An IterableDataset (`same_order`: as in epoch 0, always). Ranks' streams end apart: they must agree on it."""
 
     sized = False
 
-    def __init__(self, source: Source, part: Part, seed: int) -> None:
-        self._source, self._part = source, part
+    def __init__(self, source: Source, part: Part, seed: int, same_order: bool) -> None:
+        self._source, self._part, self._same_order, self._warned = source, part, same_order, False
         self.batch_size = source.batch_size
         self._stream = Stream(source, part, seed)
         self._loader = _Loader(
@@ -544,7 +546,9 @@ class StreamReader(Reader):
     def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
         if start_samples:
             raise no_position(self._source.name, start_samples, "it is a stream, which can only be read from its start")
+        epoch = 0 if self._same_order else epoch
         set_epoch(self._stream.datasets, epoch)
+        self._stream.samples_read[:] = [-1] * len(self._stream.samples_read)
         self._stream.epoch_and_limit[:] = [epoch, _FOR_EVER if limit is None else limit]
         return self._read(epoch, limit)
 
@@ -558,26 +562,22 @@ class StreamReader(Reader):
                 places = Places(range(first, end, part.dealt), worker, self.batch_size or 1, part.counted_by)
                 size = None if self.batch_size is None else len(places.positions)
                 yield Fetched(batch, None, places, size, size if part.ranks == 1 else None)
+        self._check_length(self._stream.samples_read[:])
+
+    def _check_length(self, read: list[int]) -> None:
+        expected = length(self._source.dataset)
+        if expected in (None, sum(read)) or -1 in read or self._warned:
+            return
+        self._warned = True
+        data = f"The data set {type(self._source.dataset).__name__} of the {self._source.name} loader"
+        told = (
+            f"{data} has length {expected} but gave {sum(read)} samples in an epoch, so that rounds and schedules that"
+        )
+        warn(f"{told} follow its length are wrong. Correct its __len__, or what a worker reads.", stacklevel=2)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def length(sized: Any) -> int | None:
-    """len() where there is one that works."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def set_epoch(targets: Iterable[Any], epoch: int) -> None:
-    """Tell samplers and data sets the epoch, where they want to know."""
-    for target in targets:
-        tell = getattr(target, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
 
 
 def no_position(name: str, start: int, why: str) -> NotSupportedError:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
+from sanctuary_trainer.owners import generators_of
+
 __all__ = [
     "BATCH",
     "ORDER",
@@ -25,8 +27,6 @@ __all__ = [
     "WORKERS",
     "Generators",
     "generators_aside",
-    "held_by",
-    "initial_seeds",
     "may_draw",
     "mix",
     "seed_everything",
@@ -49,14 +49,14 @@ class Generators:
         with generators.seeded(mix(BATCH, seed, epoch, position)):
             ...
 
-    Those that the owners hold in attributes (torch.Generator, random.Random, numpy's Generator and RandomState) are
-    replaced too: a copy of them in each worker would draw the same numbers in all, and in every epoch. A
-    torch.Generator's own initial_seed() still chooses among orders.
+    Those that the owners hold (torch.Generator, random.Random, numpy's Generator and RandomState; in attributes, and
+    in the objects, short lists and dicts there) are replaced too: a copy of them in each worker would draw the same
+    numbers in all, and in every epoch. A torch.Generator's own initial_seed() still chooses among orders.
 
     torch.manual_seed is not used: it would seed CUDA too, and in a forked worker touch it.
 
     Args:
-        owners: the objects whose attributes may be generators.
+        owners: the objects that may hold generators.
         resumable: keep the states on leaving, so that `with generators:` goes on where the last one stopped.
     """
 
@@ -67,7 +67,7 @@ class Generators:
 
     def _begin(self) -> None:
         self._numpy: Any = None  # a RandomState, made once (0.4 ms) and seeded anew for each batch (4 us)
-        self._slots: list[tuple[dict[str, Any], str]] | None = None  # where the owners' generators are, once looked up
+        self._slots: list[tuple[Any, Any]] | None = None  # where the owners' generators are, once looked up
         self._held: list[Any] = []  # the owners' generators while ours are in their places
         self._own: tuple[Any, Any, list[Any]] | None = None
         self._outer: tuple[Any, Any, Any, float | None] | None = None
@@ -84,19 +84,26 @@ class Generators:
         self._seed = seed
         return self
 
+    def look_up_anew(self) -> None:
+        """Let the next `with` look for the owners' generators again: they were told something and may hold others."""
+        self._slots = None
+
     def reseed(self, seed: int) -> None:
         """Begin anew from this seed inside a running `with`."""
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
         self._numpy.seed(seed & 0xFFFFFFFF)
         _numpy_random.set_bit_generator(self._bits)  # again: np.random drops the second normal of a pair
-        for number, (attributes, name) in enumerate(self._slots or ()):
-            attributes[name] = _alike(self._held[number], mix(seed, number))
+        made: dict[int, Any] = {}  # what is held in two places stays one
+        for number, held in enumerate(self._held):
+            if id(held) not in made:
+                made[id(held)] = _alike(held, mix(seed, number))
+        self._put([made[id(held)] for held in self._held])
 
     def __enter__(self) -> None:
         if self._slots is None:
-            self._slots = _generators_of(self._owners)
-        self._held = [attributes[name] for attributes, name in self._slots]
+            self._slots = generators_of(self._owners)
+        self._held = [holder[key] for holder, key in self._slots]
         bits, normal = self._swap_numpy()
         self._outer = (random.getstate(), torch.default_generator.get_state(), bits, normal)
         if self._seed is not None:
@@ -111,7 +118,7 @@ class Generators:
     ) -> None:
         assert self._outer is not None and self._slots is not None
         if self._resumable:
-            held = [attributes[name] for attributes, name in self._slots]
+            held = [holder[key] for holder, key in self._slots]
             self._own, self._seed = (random.getstate(), torch.default_generator.get_state(), held), None
         python, torch_state, bits, normal = self._outer
         random.setstate(python)
@@ -122,8 +129,8 @@ class Generators:
         self._put(self._held)
 
     def _put(self, generators: list[Any]) -> None:
-        for (attributes, name), generator in zip(self._slots or (), generators, strict=True):
-            attributes[name] = generator
+        for (holder, key), generator in zip(self._slots or (), generators, strict=True):
+            holder[key] = generator
 
     def _swap_numpy(self) -> tuple[Any, float | None]:
         """Put our bit generator in place of numpy's; return the other, and the normal that was drawn with its bits."""
@@ -154,17 +161,6 @@ def _waiting_normal(bits: Any) -> float | None:
     return None
 
 
-def initial_seeds(owners: Iterable[Any]) -> list[int]:
-    """The seeds of the torch generators that the owners hold: what their orders depend on beside ours."""
-    held = [attributes[name] for attributes, name in _generators_of(owners)]
-    return [generator.initial_seed() for generator in held if isinstance(generator, torch.Generator)]
-
-
-def _generators_of(owners: Iterable[Any]) -> list[tuple[dict[str, Any], str]]:
-    every = (vars(owner) for owner in owners if hasattr(owner, "__dict__"))
-    return [(attributes, name) for attributes in every for name, value in attributes.items() if _alike(value, 0)]
-
-
 def _alike(generator: Any, seed: int) -> Any:
     """Make a generator of the same kind from a seed; None for anything that is none."""
     if isinstance(generator, torch.Generator):
@@ -187,20 +183,6 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return any(may_draw(part, collate) for part in dataset.datasets)
     return type(dataset) is not TensorDataset
-
-
-def held_by(root: Any, kind: type) -> list[Any]:
-    """List an object and those of a kind that it holds in attributes, as Subset and BatchSampler do, each once."""
-    found: list[Any] = []
-    queue = [root]
-    while queue:
-        each = queue.pop(0)
-        if not any(each is other for other in found):
-            found.append(each)
-            parts = getattr(each, "datasets", ())
-            held = [*getattr(each, "__dict__", {}).values(), *(parts if isinstance(parts, list | tuple) else ())]
-            queue += [value for value in held if isinstance(value, kind)]
-    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Ranks are simulated: one RankLoader for each, in this process. Where rank 0 deal
 import multiprocessing
 import random
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from queue import Queue
@@ -33,7 +34,7 @@ from torch.utils.data import (
 )
 
 from sanctuary_trainer.data import Fetched, RankLoader
-from sanctuary_trainer.errors import DataError, NotSupportedError, RankError, SettingsError
+from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 
@@ -257,6 +258,21 @@ def test_data_set_and_samplers_are_told_the_epoch() -> None:
     for epoch in range(3):
         list(loader.epoch(epoch))
     assert inner.epochs == [0, 1, 2] and sampler.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_keeps_its_number_while_another_loader_reads_the_data(stream: bool) -> None:
+    """As validation does in the middle of a training epoch."""
+    data: Any = Stream(8, noise=True) if stream else Numbers(8)
+    shared = data if stream else Subset(data, range(8))
+    train, val = (RankLoader(DataLoader(shared, 4, collate_fn=list), rank=0, world_size=1, seed=0) for _ in range(2))
+    for epoch in (1, 2):
+        told = []
+        for _ in train.epoch(epoch):
+            told.append(data.epochs[-1])
+            list(val.epoch(0))
+            assert data.epochs[-1] == 0
+        assert told == [epoch, epoch]
 
 
 class Shuffler(Sampler[int]):
@@ -638,6 +654,12 @@ def test_overfitting_reads_the_same_samples_in_the_order_of_the_data_set() -> No
     assert alone(custom, shuffle=False, epoch=0) == alone(custom, shuffle=False, epoch=1) == alone(custom, epoch=0)
 
 
+def test_overfitting_reads_streams_and_ready_batches_as_in_epoch_0() -> None:
+    for make in (lambda: DataLoader(Stream(9, shuffle=True, noise=True), 4, collate_fn=collate_drawing), Batches):
+        first = alone(make, shuffle=False)
+        assert alone(make, shuffle=False, epoch=1) == first == alone(make) != alone(make, epoch=1)
+
+
 # --- seeds ---
 
 
@@ -663,6 +685,54 @@ def test_augmentation_is_the_same_with_any_workers_and_differs_elsewhere() -> No
     numbers = [number for row in rows for number in row[2:]]
     assert len(set(numbers)) == len(numbers) == 24 * 16  # no number twice in ranks, workers, epochs, generators
     assert read(drawing_loader, 1, seed=4)[0][0].batch != read(drawing_loader, 1, seed=3)[0][0].batch
+
+
+class Noise:
+    """Holds a generator, as a transform or a collate may."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        return [(sample, float(self.rng.random())) for sample in samples]
+
+
+class Noisy(Dataset[Any]):
+    """Draws from generators that stand in a transform and in a list, which is made anew in each epoch."""
+
+    def __init__(self) -> None:
+        self.transform = Noise()
+        self.rngs = [random.Random(0)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rngs = [random.Random(0)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform([self.rngs[0].random()])[0]
+
+
+class NoisyStream(Noisy, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return (self[k] for k in (range(8) if info is None else range(info.id, 8, info.num_workers)))
+
+
+@pytest.mark.parametrize("kind", [Noisy, NoisyStream])
+def test_generators_in_transforms_lists_and_collate_differ_in_each_batch(kind: type[Any]) -> None:
+    def numbers(workers: int, persistent: bool = False) -> list[float]:
+        made = DataLoader(kind(), 2, collate_fn=Noise(), num_workers=workers, persistent_workers=persistent)
+        loader = RankLoader(made, rank=0, world_size=1, seed=0)
+        read = [fetched.batch for epoch in range(2) for fetched in loader.epoch(epoch)]
+        loader.close()
+        return [number for batch in read for (listed, drawn), collated in batch for number in (listed, drawn, collated)]
+
+    one = numbers(1)
+    assert len(set(one)) == len(one) and one == numbers(0) == numbers(1, persistent=True)
+    two = numbers(2)
+    assert len(set(two)) == len(two) and (kind is NoisyStream or two == one)
 
 
 def test_fetching_leaves_the_global_generators_as_they_were() -> None:
@@ -871,6 +941,26 @@ def test_what_is_known_of_a_streams_length_is_told() -> None:
     assert [rounds(21, ranks, drop_last=True) for ranks in (1, 2, 3)] == [5, 2, 1]
     assert rounds(21, 2, num_workers=1) == 3 and rounds(21, 2, num_workers=2) is None
     assert make_ranks(lambda: DataLoader(Stream(21), 4), 1)[0].num_rounds is None
+
+
+@pytest.mark.parametrize("claimed", [5, 9, 12])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_length_of_a_stream_that_is_not_true_is_told_once(claimed: int, workers: int) -> None:
+    class Claiming(Stream):
+        def __len__(self) -> int:
+            return claimed
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for loader in make_ranks(lambda: DataLoader(Claiming(9), 2, num_workers=workers, drop_last=True), 2):
+            list(loader.epoch(0, limit=1))  # left before its end
+            before = len(told)
+            for epoch in range(2):
+                list(loader.epoch(epoch))
+            expected = [] if claimed == 9 else [f"Claiming of the train loader has length {claimed} but gave 9 samples"]
+            assert len(told) == before + len(expected)
+            assert all(text in str(each.message) for text, each in zip(expected, told[before:], strict=True))
+    assert len(told) == (0 if claimed == 9 else 2)
 
 
 def test_a_stream_without_a_batch_size_is_dealt_item_by_item() -> None:
@@ -1145,8 +1235,6 @@ def test_an_error_of_rank_0_reaches_the_others() -> None:
 
 
 def test_rank_0_cannot_deal_what_the_ranks_shard_themselves() -> None:
-    with pytest.raises(SettingsError, match=r"dispatch_batches=True .* shard_data=False"):
-        RankLoader([1], rank=0, world_size=2, seed=0, shard_data=False, dispatch=Ring(2).at(0))
     sampler = OwnSharding(Numbers(21), 2, 0)
     with pytest.raises(DataError, match="rank 0 would read its own part only"):
         RankLoader(DataLoader(Numbers(21), 4, sampler=sampler), rank=0, world_size=2, seed=0, dispatch=Ring(2).at(0))

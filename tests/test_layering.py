@@ -29,6 +29,7 @@ ROOMS = {
     "devices": 300,
     "metrics": 200,
     "records": 250,
+    "owners": 80,
     "seeding": 150,
     "reading": 450,
     "data": 350,

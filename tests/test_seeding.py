@@ -2,6 +2,8 @@
 
 import pickle
 import random
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
-from sanctuary_trainer.seeding import Generators, held_by, may_draw, mix
+from sanctuary_trainer.owners import held_by
+from sanctuary_trainer.seeding import Generators, may_draw, mix
 
 
 def draw() -> list[float]:
@@ -88,6 +91,51 @@ def test_resumable_generators_go_on() -> None:
         random.random(), np.random.rand(), torch.rand(())
     assert parts == whole
     assert held == (owner.python, owner.numpy, owner.python.getstate())
+
+
+def test_generators_are_replaced_wherever_an_owner_holds_them() -> None:
+    class Noise(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rng = random.Random(0)
+
+        def draw(self) -> float:
+            return self.rng.random()
+
+    noise, inner, named, lone = (Noise() for _ in range(4))
+    network = torch.nn.Sequential(torch.nn.Linear(1, 1), Noise())
+    shared, listed = np.random.default_rng(0), [random.Random(0)]
+    method, options = noise.draw, {"rng": random.Random(0)}
+    owner = SimpleNamespace(
+        parts=(inner, random.Random(0)), named={"noise": named, "rng": shared}, rng=shared, rngs=listed, network=network
+    )
+    owner.me = owner
+    owners = [owner, method, partial(print, lone, **options)]
+    options = owners[2].keywords
+
+    def held() -> list[Any]:
+        return [
+            *(each.rng for each in (noise, inner, named, lone)),
+            *(owner.rng, owner.named["rng"], listed[0], options["rng"]),
+        ]
+
+    def kept() -> list[Any]:
+        return [owner.parts[1], network[1].rng]
+
+    before, never = held(), kept()
+    with Generators(owners).seeded(1):
+        inside = held()
+        assert not any(new is old for new, old in zip(inside, before, strict=True))
+        assert inside[4] is inside[5] and len({each.random() for each in inside[:4] + inside[5:]}) == 7
+        assert all(new is old for new, old in zip(kept(), never, strict=True))
+    assert all(new is old for new, old in zip(held(), before, strict=True))
+
+
+def test_a_long_list_is_not_looked_into() -> None:
+    owner = SimpleNamespace(samples=[random.Random(0) for _ in range(101)])
+    before = list(owner.samples)
+    with Generators([owner]).seeded(1):
+        assert all(new is old for new, old in zip(owner.samples, before, strict=True))
 
 
 def test_only_what_cannot_draw_is_spared_the_seeding() -> None:
