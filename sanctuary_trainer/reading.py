@@ -291,6 +291,9 @@ class MapReader(Reader):
         if self._by_samples:
             self.batch_size, self._drops = self._sampler.batch_size, self._sampler.drop_last
             self._sampler = self._sampler.sampler
+            if self._drops and source.name != "train" and length(self._sampler) is not None:
+                # In evaluation the samples are those that one process reads, on any number of ranks.
+                self._sampler, self._drops = _WholeBatches(self._sampler, self._source.batch_sampler.batch_size), False
         self._per_round = part.dealt * (self.batch_size or 1)  # samples; batches where whole batches are dealt
         self._same_order = same_order
         self._waiting: deque[_Share] = deque()  # what was sent to the loader and has not come back
@@ -574,6 +577,19 @@ class StreamReader(Reader):
             f"{data} has length {expected} but gave {sum(read)} samples in an epoch, so that rounds and schedules that"
         )
         warn(f"{told} follow its length are wrong. Correct its __len__, or what a worker reads.", stacklevel=2)
+
+
+class _WholeBatches(Sampler[Any]):
+    """What a sampler gives, without the samples that would not fill a batch."""
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch_size * self._batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._sampler), len(self))
 
 
 def _as_it_is(batch: Any) -> Any:

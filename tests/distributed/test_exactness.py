@@ -571,6 +571,19 @@ def test_data_of_unequal_length_is_refused_on_every_rank(two_ranks: Ranks) -> No
         assert outcome.error is not None and "The training loader is not the same on all ranks" in outcome.error
 
 
+def evaluate_whole_batches(count: int) -> Any:
+    data = loader(floats(range(count)), 4, drop_last=True)
+    trainer = quiet_trainer()
+    return trainer.validate(Ids(), data).get("val/count", 0), len(trainer.predict(Line(), data) or ())
+
+
+@pytest.mark.parametrize("count", [3, 10, 13])
+def test_drop_last_drops_in_evaluation_what_one_process_drops(one_rank: Ranks, three_ranks: Ranks, count: int) -> None:
+    whole = count // 4 * 4
+    for found in (*one_rank(evaluate_whole_batches, count), *three_ranks(evaluate_whole_batches, count)):
+        assert found == (whole, whole)
+
+
 class Unreadable(torch.utils.data.Dataset[Any]):
     """Sample 13 cannot be read, on one rank or on all."""
 
