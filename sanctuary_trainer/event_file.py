@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from sanctuary_trainer.errors import DataError
@@ -34,7 +35,6 @@ class EventFile:
 
         self._event, self._summary = Event, Summary
         self._hparams = (api_pb2, metadata, plugin_data_pb2)
-        self._writer = EventFileWriter(str(run_dir), max_queue_size=100, flush_secs=_FLUSH_SECONDS)
         start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
         for name, value in hparams.items():
             if isinstance(value, bool):
@@ -43,6 +43,7 @@ class EventFile:
                 start.hparams[name].string_value = value
             else:
                 start.hparams[name].number_value = value
+        self._writer = EventFileWriter(str(run_dir), max_queue_size=100, flush_secs=_FLUSH_SECONDS)
         self._write_session(metadata.SESSION_START_INFO_TAG, session_start_info=start)
         self._writer.flush()
 
@@ -80,14 +81,14 @@ class EventFile:
 def image_grid(name: str, images: Any) -> Any:
     """The first 64 images side by side, 8 in a row, as one (H, W, 3) uint8 array.
 
-    images: (N, C, H, W) or (C, H, W), C = 1 or 3; float in [0, 1] (clipped; NaN is black) or uint8. Raises `DataError`.
+    images: (N, C, H, W) or (C, H, W), C = 1 or 3, or a list of (C, H, W) of one size; float in [0, 1] (clipped; NaN is
+    black) or uint8. A PIL image, or a list of these. Raises `DataError`.
     """
-    tensor = torch.as_tensor(images).detach()
-    if tensor.dim() == 3:
-        tensor = tensor.unsqueeze(0)
+    given = _as_tensor(name, images)
+    tensor = given.unsqueeze(0) if given.dim() == 3 else given
     if tensor.dim() != 4 or tensor.shape[1] not in (1, 3) or 0 in tensor.shape:
         raise DataError(
-            f"log_image({name!r}) got images of shape {tuple(torch.as_tensor(images).shape)}; expected (N, C, H, W) or "
+            f"log_image({name!r}) got images of shape {tuple(given.shape)}; expected (N, C, H, W) or "
             "(C, H, W) with 1 or 3 channels."
         )
     tensor = tensor[:_MOST_IMAGES].cpu()
@@ -103,3 +104,21 @@ def image_grid(name: str, images: Any) -> Any:
     grid[:count] = tensor
     grid = grid.reshape(rows, columns, 3, height, width).permute(0, 3, 1, 4, 2)  # rows, H, columns, W, 3
     return grid.reshape(rows * height, columns * width, 3).numpy()
+
+
+def _as_tensor(name: str, images: Any) -> torch.Tensor:
+    try:
+        return _stacked(images).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"log_image({name!r}) got {type(images).__name__}: {error}. A tensor or array of images, a PIL image, or a "
+            "list of images of one size was expected."
+        ) from None
+
+
+def _stacked(images: Any) -> torch.Tensor:
+    if isinstance(images, (list, tuple)):
+        return torch.stack([_stacked(image) for image in images[:_MOST_IMAGES]])
+    if hasattr(images, "convert"):  # PIL's
+        return torch.from_numpy(np.array(images.convert("RGB"))).permute(2, 0, 1)
+    return torch.as_tensor(images)

@@ -2,9 +2,12 @@
 
 torchmetrics is never imported here unless a task brought it: the import alone costs seconds.
 
-    metrics_aside(task)            around an evaluation: training's states go aside and come back
+    metrics_aside(task, logged)    around an evaluation: training's states go aside and come back
     computed(task, paths, ranks)   give every metric the states of all ranks, compute, give its own back, reset
     entries(name, result)          what compute returned, as names and numbers
+
+Only a metric object that was logged is put aside, computed and reset. What a task updates and computes itself (the best
+value so far, a confusion matrix) is its own.
 
 torchmetrics' own synchronisation is not used: it needs every rank to call it, and dies or loses samples where list
 states are uneven or empty.
@@ -13,7 +16,7 @@ states are uneven or empty.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -81,18 +84,25 @@ def _copied(state: Any) -> Any:
     return state.clone() if isinstance(state, Tensor) else list(state) if isinstance(state, list) else state
 
 
-@contextmanager
-def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[None]:
-    """Put the states of the task's metrics aside for an evaluation, and back afterwards, also after an exception.
+def updates(module: nn.Module) -> dict[int, int]:
+    """How often each metric in the module was updated since its reset, by id, where it was."""
+    return {id(metric): metric._update_count for metric in _metrics_in(module) if metric._update_count}
 
-    Inside, every metric starts as its own `reset` leaves it. Afterwards metrics that held data have exactly the states
-    of before; the others are reset, which leaves what outlives a reset by the metric's own rule (MinMaxMetric's
-    extremes, FID's real features). leave_no_trace: put those back, too (sanity validation).
+
+@contextmanager
+def metrics_aside(task: nn.Module, logged: Iterable[nn.Module] = (), *, leave_no_trace: bool = False) -> Iterator[None]:
+    """Put the states of logged metrics aside for an evaluation, and back afterwards, also after an exception.
+
+    Inside, each of `logged` starts as its own `reset` leaves it. Afterwards those that held data have exactly the
+    states of before; the others are reset, which leaves what outlives a reset by the metric's own rule (MinMaxMetric's
+    extremes, FID's real features). leave_no_trace: afterwards every metric of the task is exactly as before (sanity
+    validation).
     """
-    metrics = _metrics_in(task)
+    metrics = list({id(metric): metric for top in logged for metric in _metrics_in(top)}.values())
+    kept = _metrics_in(task) if leave_no_trace else metrics
     saved = [
         (metric, dict(vars(metric)))
-        for metric in metrics
+        for metric in kept
         if leave_no_trace or any(_is_updated(inner) for inner in _metrics_in(metric))
     ]
     with torch.inference_mode(False), torch.no_grad():
@@ -100,7 +110,7 @@ def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[
             for name in _own_states(metric):
                 # Copies, because `reset` empties lists in place and an update adds to tensors in place.
                 vars(metric)[name] = _copied(attributes[name])
-    for metric, _ in saved:
+    for metric in metrics:
         _reset(metric)
     try:
         yield
@@ -112,9 +122,9 @@ def metrics_aside(task: nn.Module, *, leave_no_trace: bool = False) -> Iterator[
             vars(metric).update(attributes)
 
 
-def reset_metrics(task: nn.Module) -> None:
-    """Reset every metric of the task: a new run must not see the samples of one that was interrupted."""
-    for metric in _metrics_in(task):
+def reset_metrics(module: nn.Module) -> None:
+    """Reset every metric in a module."""
+    for metric in _metrics_in(module):
         _reset(metric)
 
 
@@ -214,11 +224,19 @@ def _to(state: Any, device: torch.device) -> Any:
 
 
 def entries(name: str, result: Any) -> Iterator[tuple[str, float]]:
-    """A metric's result as scalars: `name`, `name/key` of a dict, `name_0` ... of a vector or a list of several."""
+    """A metric's result as scalars: `name`, `name/key` of a dict, `name_0` ... of a vector or a list of several.
+
+    A name that ends with "/" stands for its stage alone: it is put before keys that have no "/" of their own.
+    """
     if isinstance(result, Mapping):
         for key, value in result.items():
-            # "val/" is what the empty name became: the keys alone.
-            yield from entries(f"{name}{key}" if name.endswith("/") else f"{name}/{key}", value)
+            bare = name.endswith("/")
+            yield from entries(str(key) if bare and "/" in str(key) else f"{name.removesuffix('/')}/{key}", value)
+    elif name.endswith("/"):
+        raise TaskError(
+            f"log_dict got a metric that computes {type(result).__name__}, no dict, so that its value has no name. "
+            "Give it one: self.log(name, metric)."
+        )
     elif (isinstance(result, Tensor) and result.dim() == 0) or isinstance(result, (float, int)):
         yield name, float(result)
     elif (isinstance(result, Tensor) and result.dim() == 1) or isinstance(result, (list, tuple)):

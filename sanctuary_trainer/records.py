@@ -11,6 +11,8 @@ Rules
   sum, min and max know no weight. NaN stays NaN. A name that has no value, or no weight, is left out.
   A metric whose `compute` returns a dict gives `name/key`, a vector or a list gives `name_0`, `name_1`, ...; a metric
   logged under the empty name gives its keys alone. A metric that no rank updated gives no value.
+  A metric object that was logged is the trainer's to compute and reset, and begins every evaluation empty; the task's
+  other metrics are left alone.
 """
 
 from __future__ import annotations
@@ -18,54 +20,23 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
-from sanctuary_trainer.metrics import Ranks, computed, entries, is_metric_or_collection
-
-_REDUCTIONS: Final = ("mean", "sum", "min", "max")
-
-# So many pending values are folded into two: memory stays constant, and a fold's few kernels cost nothing per step.
-_FOLD_AT: Final = 128
-
-
-class _Series:
-    """One name of one stage: what is pending, and what was folded since the last reading of either axis."""
-
-    def __init__(self, name: str, reduce: str, on_step: bool, on_epoch: bool) -> None:
-        self.name = name
-        self.reduce = reduce
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.asked: tuple[bool | None, bool | None, str] | None = None
-        self.metric: nn.Module | None = None
-        self.path = ""
-        self.values: list[float | Tensor] = []
-        self.weights: list[float | Tensor] = []
-        # [weighted sum or extreme, weight or count], float64 where the device has it
-        self.step: Tensor | None = None
-        self.epoch: Tensor | None = None
-
-    @property
-    def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step and self.on_epoch else self.name
-
-    def fold(self) -> None:
-        """Reduce what is pending to two numbers, on the device where the values are, without waiting for it."""
-        if not self.values:
-            return
-        values, weights = self.values, self.weights
-        self.values, self.weights = [], []
-        with torch.inference_mode(False), torch.no_grad():
-            new = _fold(values, weights, self.reduce)
-            if self.on_step:
-                self.step = _join(self.step, new, self.reduce)
-            if self.on_epoch:
-                self.epoch = _join(self.epoch, new, self.reduce)
+from sanctuary_trainer.metrics import (
+    Ranks,
+    computed,
+    entries,
+    is_metric_or_collection,
+    metrics_aside,
+    reset_metrics,
+    updates,
+)
+from sanctuary_trainer.series import FOLD_AT, REDUCTIONS, Series, kept, over_ranks, read_pairs
 
 
 class Records:
@@ -78,12 +49,14 @@ class Records:
     def __init__(self, devices: Ranks, task: nn.Module) -> None:
         self._devices = devices
         self._task = task
-        self._series: dict[tuple[str, str], _Series] = {}
-        self._calls: dict[tuple[str, str], _Series] = {}  # as logged, with or without prefix
-        self._logged_metrics: dict[str, dict[str, _Series]] = {}  # stage -> name -> series, since the last reading
+        self._series: dict[tuple[str, str], Series] = {}
+        self._calls: dict[tuple[str, str], Series] = {}  # as logged, with or without prefix
+        self._logged_metrics: dict[str, dict[str, Series]] = {}  # stage -> name -> series, since the last reading
         self._paths: dict[int, str] = {}
         self._warned: set[str] = set()
-        self._loss: _Series | None = _Series("train/loss", "mean", on_step=True, on_epoch=True)
+        self._filled: dict[int, int] = {}  # id -> updates of the metrics that held data when the evaluation began
+        self._with_epoch: set[str] = set()
+        self._loss: Series | None = Series("train/loss", "mean", on_step=True, on_epoch=True)
         self._series["train", "train/loss"] = self._loss
         self.prog_bar_names: dict[str, None] = {"train/loss": None}
 
@@ -97,8 +70,8 @@ class Records:
         if series is None:
             return
         series.values.append(loss.item() if loss.is_cpu else loss.detach())
-        series.weights.append(_kept(weight) if isinstance(weight, Tensor) else weight)
-        if len(series.values) >= _FOLD_AT:
+        series.weights.append(kept(weight) if isinstance(weight, Tensor) else weight)
+        if len(series.values) >= FOLD_AT:
             series.fold()
 
     def add(
@@ -115,14 +88,17 @@ class Records:
     ) -> None:
         """Record one value, or say that a metric object belongs to this stage.
 
-        stage: "train", "sanity", "val", "test" or "predict". value: a number, a tensor of one element (copied, never
-        waited for) or a torchmetrics metric or collection that is a submodule of the task. weight: samples behind the
-        value; None when unknown. on_step: by default plain values in training; adds nothing in an evaluation, which has
-        no steps. on_epoch: by default all else. reduce: "mean", "sum", "min" or "max", over steps and ranks.
+        stage: "train", "val", "test" or "predict", or one of several loaders of these: "val/NAME". value: a number, a
+        tensor of one element (copied, never waited for) or a torchmetrics metric or collection that is a submodule of
+        the task. weight: samples behind the value; None when unknown. on_step: by default plain values in training;
+        adds nothing in an evaluation, which has no steps. on_epoch: by default all else. reduce: "mean", "sum", "min"
+        or "max", over steps and ranks.
 
-        Raises `TaskError` for a value that is no scalar, a metric outside the task, or a name that means two things;
-        `SettingsError` for axes or a reduction that cannot be.
+        Raises `TaskError` for a value that is no scalar, a weight that is no number of at least 0, a metric outside the
+        task, or a name that means two things; `SettingsError` for axes or a reduction that cannot be.
         """
+        if not isinstance(name, str):
+            raise TaskError(f"log got the name {name!r:.80} of type {type(name).__name__}; a name is a str.")
         series = self._calls.get((stage, name))
         if series is None or series.asked != (on_step, on_epoch, reduce):
             series = self._declare(stage, name, value, on_step, on_epoch, reduce)
@@ -132,19 +108,21 @@ class Records:
             self._add_metric(stage, series, value)
             return
         if isinstance(value, Tensor):
-            if value.dim() and value.numel() != 1:
+            if value.numel() != 1 or value.is_complex():
                 raise TaskError(
-                    f"log({series.name!r}) got a tensor of shape {tuple(value.shape)}; one number was expected. "
-                    "Reduce it first, for example with .mean()."
+                    f"log({series.name!r}) got a tensor of shape {tuple(value.shape)}, {value.dtype}; one real number "
+                    "was expected. Reduce it first, for example with .mean() or .abs()."
                 )
-            value = _kept(value)
-        elif not isinstance(value, (float, int)):
+            value = kept(value)
+        elif type(value) is not float:
             value = _number(series.name, value)
         if weight is None:
             weight = self._unknown_weight(series)
+        elif type(weight) is not int or weight < 0:
+            weight = _weight(series.name, weight)
         series.values.append(value)
-        series.weights.append(_kept(weight) if isinstance(weight, Tensor) else weight)
-        if len(series.values) >= _FOLD_AT:
+        series.weights.append(weight)
+        if len(series.values) >= FOLD_AT:
             series.fold()
 
     def step_values(self) -> dict[str, float]:
@@ -170,20 +148,51 @@ class Records:
                 series.epoch = None
         return self._reduced(mine, self._logged_metrics.pop(stage, {}))
 
+    def keep_epoch(self, names: Collection[str]) -> None:
+        """Of these full names keep the value over the epoch, too, where the task logs them on_step alone.
+
+        `epoch_values` gives it as `name_epoch`: who watches the name itself (a scheduler) finds its epoch there.
+        """
+        self._with_epoch.update(names)
+        for series in self._series.values():
+            series.on_epoch = series.on_epoch or series.name in self._with_epoch
+
+    @contextmanager
+    def aside(self, *, leave_no_trace: bool = False) -> Iterator[None]:
+        """Around an evaluation: logged metrics begin it empty, and training's states come back; see `metrics_aside`."""
+        logged = [series.metric for series in self._series.values() if series.metric is not None]
+        with metrics_aside(self._task, logged, leave_no_trace=leave_no_trace):
+            self._filled = updates(self._task)
+            yield
+
+    def close(self) -> None:
+        """Reset metrics that were logged and not read: a run that was interrupted leaves nothing to the next."""
+        for series in (series for logged in self._logged_metrics.values() for series in logged.values()):
+            assert series.metric is not None
+            reset_metrics(series.metric)
+        self._logged_metrics.clear()
+
     def _declare(
         self, stage: str, name: str, value: Any, on_step: bool | None, on_epoch: bool | None, reduce: str
-    ) -> _Series:
-        full = name if "/" in name else f"{'val' if stage == 'sanity' else stage}/{name}"
+    ) -> Series:
         is_metric = is_metric_or_collection(value)
+        if not name and not is_metric:
+            raise TaskError(f"log('') got {value!r:.80} and no name; only a metric that computes a dict may have none.")
+        full = name if "/" in name else f"{stage}/{name}"
+        if not name:
+            full = f"{stage}/{self._path(name, value)}/"  # of several collections without a name each has its own
         step, epoch = _axes(full, stage, is_metric, on_step, on_epoch)
-        if reduce not in _REDUCTIONS:
-            raise SettingsError(f"log({full!r}) got reduce={reduce!r}; expected one of {', '.join(_REDUCTIONS)}.")
+        epoch = epoch or full in self._with_epoch
+        if reduce not in REDUCTIONS:
+            raise SettingsError(f"log({full!r}) got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}.")
         series = self._series.get((stage, full))
         if series is None or series is self._loss:
-            if series is not None:
+            before, series = series, Series(full, reduce, step, epoch)
+            self._refuse_shared_curve(stage, series)
+            if before is not None:
                 self._loss = None  # the task logs its loss itself: one curve of that name, the task's
-                del self.prog_bar_names[series.name]
-            series = self._series[stage, full] = _Series(full, reduce, step, epoch)
+                del self.prog_bar_names[before.name]
+            self._series[stage, full] = series
         elif (series.reduce, series.on_step, series.on_epoch) != (reduce, step, epoch):
             raise TaskError(
                 f"log({full!r}) was called with reduce={reduce!r}, on_step={step}, on_epoch={epoch}, but before with "
@@ -191,10 +200,19 @@ class Records:
                 "meaning: use another name or the same settings."
             )
         series.asked = (on_step, on_epoch, reduce)
-        self._calls[stage, name] = series
+        if name:
+            self._calls[stage, name] = series
         return series
 
-    def _add_metric(self, stage: str, series: _Series, metric: Any) -> None:
+    def _refuse_shared_curve(self, stage: str, series: Series) -> None:
+        for (of, name), other in self._series.items():
+            if of == stage and name != series.name and (shared := series.curves & other.curves):
+                raise TaskError(
+                    f"log({series.name!r}) would write the curve {min(shared)!r}, which {name!r} writes too: with "
+                    "on_step and on_epoch the second series is called name_epoch. Use another name."
+                )
+
+    def _add_metric(self, stage: str, series: Series, metric: Any) -> None:
         if series.metric is not metric:
             if series.metric is not None or series.values or series.epoch is not None:
                 before = "numbers" if series.metric is None else f"another {type(series.metric).__name__}"
@@ -202,17 +220,26 @@ class Records:
                     f"log({series.name!r}) got {type(metric).__name__}, but before it got {before}. "
                     "One name has one meaning: use another name."
                 )
-            if id(metric) not in self._paths:
-                self._paths = {id(module): path for path, module in self._task.named_modules()}
-            if id(metric) not in self._paths:
-                raise TaskError(
-                    f"log({series.name!r}) got a {type(metric).__name__} that is no submodule of the task, so that the "
-                    "other ranks could not find it. Assign it in the task's __init__: self.accuracy = ..."
+            series.metric, series.path = metric, self._path(series.name, metric)
+            if stage != "train" and any(count > self._filled.get(i, count) for i, count in updates(metric).items()):
+                warnings.warn(
+                    f"log({series.name!r}): {type(metric).__name__} held samples from before this evaluation, and they "
+                    "count in its first value. Use one metric for each stage, or reset it before.",
+                    stacklevel=5,
                 )
-            series.metric, series.path = metric, self._paths[id(metric)]
         self._logged_metrics.setdefault(stage, {})[series.name] = series
 
-    def _unknown_weight(self, series: _Series) -> float:
+    def _path(self, name: str, metric: nn.Module) -> str:
+        if id(metric) not in self._paths:
+            self._paths = {id(module): path for path, module in self._task.named_modules()}
+        if id(metric) not in self._paths:
+            raise TaskError(
+                f"log({name!r}) got a {type(metric).__name__} that is no submodule of the task, so that the other "
+                "ranks could not find it. Assign it in the task's __init__: self.accuracy = ..."
+            )
+        return self._paths[id(metric)]
+
+    def _unknown_weight(self, series: Series) -> float:
         if series.reduce == "mean" and series.name not in self._warned:
             self._warned.add(series.name)
             warnings.warn(
@@ -222,19 +249,22 @@ class Records:
             )
         return 1.0
 
-    def _reduced(self, mine: dict[str, tuple[str, Tensor]], metrics: dict[str, _Series]) -> dict[str, float]:
+    def _reduced(self, mine: dict[str, tuple[str, Tensor]], metrics: dict[str, Series]) -> dict[str, float]:
         kinds = {name: reduce for name, (reduce, _) in mine.items()}
         kinds.update({name: f"metric {series.path}" for name, series in metrics.items()})
         kinds = self._agreed(kinds)
-        plain = [name for name, kind in kinds.items() if kind in _REDUCTIONS]
-        read = dict(zip(mine, _read([pair for _, pair in mine.values()]), strict=True))
+        plain = [name for name, kind in kinds.items() if kind in REDUCTIONS]
+        read = dict(zip(mine, read_pairs([pair for _, pair in mine.values()]), strict=True))
         packed = [number for name in plain for number in read.get(name, (0.0, 0.0))]
         rows = self._devices.gather_floats(packed) if plain and self._devices.world_size > 1 else [packed]
         pairs = {name: [(row[2 * i], row[2 * i + 1]) for row in rows] for i, name in enumerate(plain)}
-        values = {name: value for name in plain if (value := _over_ranks(kinds[name], pairs[name])) is not None}
-        wanted = {name: kind.removeprefix("metric ") for name, kind in kinds.items() if kind not in _REDUCTIONS}
+        values = {name: value for name in plain if (value := over_ranks(kinds[name], pairs[name])) is not None}
+        wanted = {name: kind.removeprefix("metric ") for name, kind in kinds.items() if kind not in REDUCTIONS}
         if wanted:
-            values.update(self._metric_values(wanted))
+            found = self._metric_values(wanted)
+            if both := values.keys() & found.keys():
+                raise TaskError(f"{min(both)!r} is logged as a number and is an entry of a metric. Use another name.")
+            values.update(found)
         return dict(sorted(values.items()))
 
     def _agreed(self, mine: dict[str, str]) -> dict[str, str]:
@@ -262,7 +292,9 @@ class Records:
         values: dict[str, float] = {}
         for name, path in wanted.items():
             if path in results:
-                scalars = dict(entries(name, results[path]))
+                scalars = dict(entries(name.removesuffix(f"{path}/"), results[path]))
+                if both := values.keys() & scalars.keys():
+                    raise TaskError(f"{min(both)!r} is an entry of two metrics that are logged. Give one a prefix.")
                 values.update(scalars)
                 if name in self.prog_bar_names:
                     self.prog_bar_names.update(dict.fromkeys(scalars))
@@ -287,10 +319,14 @@ def _axes(name: str, stage: str, is_metric: bool, on_step: bool | None, on_epoch
 
 
 def _number(name: str, value: Any) -> float:
-    """A number that is neither float nor int: numpy's, fractions, anything else that knows how to be a float."""
-    if hasattr(value, "__float__") and not isinstance(value, str):
+    """A number that is no float: an int, numpy's, fractions, anything else that knows how to be a float."""
+    if hasattr(value, "__float__"):
         try:
             return float(value)
+        except OverflowError:
+            raise TaskError(
+                f"log({name!r}) got {type(value).__name__}, a number beyond a float's range of 1.8e308."
+            ) from None
         except (TypeError, ValueError):
             pass
     raise TaskError(
@@ -299,76 +335,16 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def _kept(value: Tensor) -> float | Tensor:
-    """One element as it is now: on the host a number, which nobody waits for there; else a copy on its device."""
-    if value.is_cpu:
-        return value.item()
-    # A copy, because `loss += penalty` after the log would change the pending value.
-    return value.detach().clone().reshape(())
-
-
-def _fold(values: Sequence[float | Tensor], weights: Sequence[float | Tensor], reduce: str) -> Tensor:
-    """[sum of value x weight, sum of weights], or [sum, min or max; count]: two numbers, where the values are."""
-    # Types first: `isinstance(number, Tensor)` costs 0.2 us, 256 times.
-    tensors = [] if {*map(type, values), *map(type, weights)} <= {float, int} else [*values, *weights]
-    device = next((item.device for item in tensors if isinstance(item, Tensor)), None)
-    if device is None:
-        return torch.tensor(_host_fold(values, weights, reduce), dtype=torch.float64)
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-    column = _column(values, device, dtype)
-    if reduce == "mean":
-        weight = _column(weights, device, dtype)
-        # where: a mean over nothing is NaN, and its weight 0 says that it is not to be looked at.
-        return torch.stack([torch.where(weight == 0, 0.0, column * weight).sum(), weight.sum()])
-    folded = column.sum() if reduce == "sum" else column.amin() if reduce == "min" else column.amax()
-    return torch.stack([folded, torch.full_like(folded, len(values))])
-
-
-def _host_fold(values: Sequence[Any], weights: Sequence[Any], reduce: str) -> tuple[float, float]:
-    if reduce == "mean":
-        total = sum([value * weight for value, weight in zip(values, weights, strict=True) if weight != 0])
-        return total, sum(weights)
-    return _extreme_or_sum(reduce, values), len(values)
-
-
-def _column(items: Sequence[float | Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if not any(isinstance(item, Tensor) for item in items):
-        # non_blocking: a plain copy to the device would wait for everything queued there.
-        return torch.tensor(items, dtype=dtype).to(device, non_blocking=True)
-    return torch.stack([torch.as_tensor(item).to(device, dtype, non_blocking=True) for item in items])
-
-
-def _join(old: Tensor | None, new: Tensor, reduce: str) -> Tensor:
-    if old is None:
-        return new
-    old = old.to(new.device, new.dtype, non_blocking=True)
-    if reduce in ("mean", "sum"):
-        return old + new
-    extreme = torch.minimum if reduce == "min" else torch.maximum  # both keep NaN
-    return torch.stack([extreme(old[0], new[0]), old[1] + new[1]])
-
-
-def _read(pairs: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Read pairs from their devices, waiting once per device."""
-    read: list[tuple[float, float]] = [(0.0, 0.0)] * len(pairs)
-    for device in {pair.device for pair in pairs}:
-        here = [i for i, pair in enumerate(pairs) if pair.device == device]
-        for i, (value, weight) in zip(here, torch.stack([pairs[i] for i in here]).tolist(), strict=True):
-            read[i] = (value, weight)
-    return read
-
-
-def _over_ranks(reduce: str, pairs: Sequence[tuple[float, float]]) -> float | None:
-    present = [(value, weight) for value, weight in pairs if weight != 0]
-    if not present:
-        return None
-    values = [value for value, _ in present]
-    return sum(values) / sum(weight for _, weight in present) if reduce == "mean" else _extreme_or_sum(reduce, values)
-
-
-def _extreme_or_sum(reduce: str, values: Sequence[float]) -> float:
-    if reduce == "sum":
-        return sum(values)
-    if any(math.isnan(value) for value in values):
-        return math.nan  # min and max would pass over it
-    return min(values) if reduce == "min" else max(values)
+def _weight(name: str, value: Any) -> float | Tensor:
+    """A weight that is not simply an int of at least 0, checked where that needs no wait for a device."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = kept(value)
+        if isinstance(value, Tensor):
+            return value
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise TaskError(f"log({name!r}) got batch_size={value!r:.80}; a number of samples, at least 0, was expected.")
+    return number

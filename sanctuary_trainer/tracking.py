@@ -1,7 +1,7 @@
 """Where values go: one TensorBoard event file and `metrics.jsonl` in the run folder, and accelerate's other trackers.
 
     Tracking(run_dir, ...)   open the files, write the hyper-parameters          main process; nothing elsewhere
-      log(values, step)      one event and one JSON line                         no flush: every 30 s, and at close
+      log(values, step)      one event and one JSON line                         the line at once, events every 30 s
       log_images(...)        one grid
     close(status)            end the session, flush, close
 
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -47,18 +48,21 @@ class Tracking:
         names = check_log_with(log_with)
         self._lines: TextIO | None = None
         self._board: EventFile | None = None
+        self._last_step: int | None = None
+        self.trackers: list[Any] = []
         flat = flatten_hparams(hparams)
-        if is_main:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-            if "tensorboard" in names:
-                self._board = EventFile(run_dir, flat)
-        self.trackers: list[Any] = [
-            _accelerate_tracker(tracker, run_dir) for tracker in names if tracker != "tensorboard"
-        ]
-        for tracker in self.trackers:
-            tracker.start()
-            tracker.store_init_configuration(dict(flat))
+        with ExitStack() as opened:
+            opened.callback(self.close, "failure")
+            if is_main:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+                if "tensorboard" in names:
+                    self._board = EventFile(run_dir, flat)
+            for tracker in (_accelerate_tracker(name, run_dir) for name in names if name != "tensorboard"):
+                tracker.start()
+                self.trackers.append(tracker)
+                tracker.store_init_configuration(dict(flat))
+            opened.pop_all()  # nothing failed: all of it stays open
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Write values at x = step, with the epoch beside them.
@@ -71,7 +75,9 @@ class Tracking:
             line.update((name, _for_json(value)) for name, value in values.items())
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         if self._board is not None:
-            self._board.add_scalars({**values, "epoch": epoch}, step)
+            # One point of `epoch` for a step, however many sets of values it has.
+            self._board.add_scalars(values if step == self._last_step else {**values, "epoch": epoch}, step)
+            self._last_step = step
         for tracker in self.trackers:
             tracker.log({**values, "epoch": epoch}, step=step)
 
@@ -130,8 +136,9 @@ def flatten_hparams(hparams: Mapping[str, Any]) -> dict[str, bool | int | float 
     """Hyper-parameters as trackers take them: nested names joined by "/", numbers and bools kept, the rest as text.
 
     Mappings and dataclasses are flattened. A sequence is text, `[1, 2]`; a class or function its qualified name; a
-    tensor of one element its number, a larger one `tensor of shape (64, 3), float32`. NaN and infinity are text, too:
-    TensorBoard's table would leave the number out.
+    tensor of one element its number, a larger one `tensor of shape (64, 3), float32`. NaN, infinity and what no float
+    holds are text, too: TensorBoard's table would leave the number out. A field of a dataclass that was never set is
+    left out.
     """
     return dict(_flattened("", hparams))
 
@@ -144,27 +151,33 @@ def _for_json(value: float) -> float | str:
 
 def _flattened(prefix: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
     if isinstance(value, Mapping) and (value or not prefix):
         for key, inner in value.items():
-            yield from _flattened(f"{prefix}/{key}" if prefix else str(key), inner)
-    elif isinstance(value, Tensor) and value.numel() == 1:
+            yield from _flattened(f"{prefix}/{_text(key)}" if prefix else _text(key), inner)
+    elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         yield from _flattened(prefix, value.item())
-    elif isinstance(value, (bool, int, float)):
-        yield prefix, value if math.isfinite(value) else str(value)
-    elif hasattr(value, "dtype") and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        yield from _flattened(prefix, value.item())  # numpy's numbers
+    elif isinstance(value, (bool, int, float)) and abs(value) <= sys.float_info.max:  # NaN is not
+        yield prefix, value
+    elif hasattr(value, "dtype") and getattr(value, "shape", None) == () and hasattr(value, "tolist"):
+        number = value.tolist()  # numpy's numbers; of some kinds (longdouble) they stay numpy's
+        yield from _flattened(prefix, str(number) if hasattr(number, "dtype") else number)
     else:
         yield prefix, _text(value)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
-        return str(value)
+        return str(value).encode(errors="backslashreplace").decode()  # file names may hold bytes that are no text
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return hex(value)  # Python refuses to write more than 4300 decimal digits
     if isinstance(value, Tensor):
         return f"tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
+        module = getattr(value, "__module__", None)  # str.upper has none, len.__get__ has None
+        return f"{module}.{value.__qualname__}" if module else str(value.__qualname__)
     if isinstance(value, (list, tuple)):
         open_, shut = "[]" if isinstance(value, list) else "()"
         return open_ + ", ".join(_text(item) for item in value) + shut

@@ -28,6 +28,7 @@ ROOMS = {
     "callback": 250,
     "devices": 300,
     "metrics": 200,
+    "series": 120,
     "records": 250,
     "owners": 80,
     "seeding": 150,

@@ -1,6 +1,7 @@
 """Metric objects on several ranks equal one process's; evaluations leave training's states as they were."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import (  # noqa: E402
     BootStrapper,
     ClasswiseWrapper,
+    MaxMetric,
     MeanMetric,
     MeanSquaredError,
     Metric,
@@ -271,7 +273,7 @@ def test_states_are_cleared_between_epochs_and_kept_apart_from_validation() -> N
     for batch in (right, wrong):
         metric.update(*batch)
         log.add("train", "accuracy", metric)
-        with metrics_aside(task):
+        with log.aside():
             metric.update(*right)
             log.add("val", "accuracy", metric)
             validation = log.epoch_values("val")
@@ -293,7 +295,7 @@ def test_an_evaluation_that_fails_leaves_training_s_metrics_as_they_were(kind: s
     metric.update(*rows[0])
 
     def validate() -> None:
-        with metrics_aside(task), torch.inference_mode():
+        with metrics_aside(task, [metric]), torch.inference_mode():
             metric.update(*data(3, 4))
             raise ValueError("in validation")
 
@@ -311,7 +313,7 @@ def test_inside_every_metric_starts_empty_and_an_untouched_one_ends_empty() -> N
     metric.update(torch.tensor([1.0, 2.0]))
     states = {name: getattr(metric, name) for name in metric._defaults}
     numbers = repr(states)
-    with metrics_aside(task):
+    with metrics_aside(task, [metric]):
         assert metric.update_count == 0 and metric.total == 0 and metric.values == []
         metric.update(torch.tensor([5.0]))
         assert metric.total == 5
@@ -319,7 +321,7 @@ def test_inside_every_metric_starts_empty_and_an_untouched_one_ends_empty() -> N
     assert metric.update_count == 1 and repr(states) == numbers
 
     metric.reset()
-    with metrics_aside(task):
+    with metrics_aside(task, [metric]):
         metric.update(torch.tensor([5.0]))
     assert metric.update_count == 0 and metric.total == 0 and metric.values == []
 
@@ -327,7 +329,7 @@ def test_inside_every_metric_starts_empty_and_an_untouched_one_ends_empty() -> N
 def test_what_outlives_a_reset_outlives_validation_but_not_sanity_validation() -> None:
     def validate(task: Task, **settings: Any) -> dict[str, float]:
         log = Records(Alone(), task)
-        with metrics_aside(task, **settings):
+        with log.aside(**settings):
             for value in task.values:  # type: ignore[union-attr]
                 task.metric.update(value)  # type: ignore[operator]
             log.add("val", "score", task.metric)
@@ -346,7 +348,7 @@ def test_after_an_evaluation_in_inference_mode_training_may_add_in_place() -> No
     task = Task(OwnStates)
     metric: Any = task.metric
     log = Records(Alone(), task)
-    with torch.inference_mode(), metrics_aside(task):
+    with torch.inference_mode(), log.aside():
         metric.update(torch.tensor([5.0]))
         log.add("val", "score", metric)
         log.epoch_values("val")
@@ -361,6 +363,102 @@ def test_reset_metrics() -> None:
     log = Records(Alone(), task)
     log.add("val", "score", task.metric)
     assert log.epoch_values("val") == {}
+
+
+def test_metrics_that_nobody_logs_are_left_to_the_task() -> None:
+    task = Task(MaxMetric)
+    task.confusion = MulticlassConfusionMatrix(2)
+    metric: Any = task.metric
+    log = Records(Alone(), task)
+    right = torch.tensor([0, 1]), torch.tensor([0, 1])
+    with log.aside(leave_no_trace=True):
+        metric.update(5.0)
+        task.confusion.update(*right)
+    assert metric.update_count == 0 and task.confusion.confmat.sum() == 0, "sanity validation leaves no trace"
+    best = []
+    for accuracy in (0.9, 0.5, 0.7):
+        with log.aside():
+            task.confusion.update(*right)
+            log.epoch_values("val")
+            metric.update(accuracy)
+            log.add("val", "best", metric.compute(), weight=1)
+            best.append(log.epoch_values("val")["val/best"])
+    assert best == pytest.approx([0.9, 0.9, 0.9])
+    assert task.confusion.compute().tolist() == [[3, 0], [0, 3]]
+
+
+def test_sanity_validation_gives_back_what_the_task_filled_before() -> None:
+    task = Task(MaxMetric)
+    metric: Any = task.metric
+    metric.update(5.0)
+    log = Records(Alone(), task)
+    with log.aside(leave_no_trace=True):
+        metric.update(9.0)
+    assert (metric.compute(), metric.update_count) == (5.0, 1)
+
+
+def test_an_interrupted_run_leaves_no_samples_in_logged_metrics() -> None:
+    task = Task(MeanMetric)
+    task.mine = MeanMetric()
+    metric: Any = task.metric
+    log = Records(Alone(), task)
+    for one in (metric, task.mine):
+        one.update(1.0)
+    log.add("train", "mean", metric)
+    log.close()
+    assert (metric.update_count, task.mine.update_count) == (0, 1)
+
+
+def test_samples_from_before_an_evaluation_that_count_in_it_are_told_of() -> None:
+    task = Task(MeanMetric)
+    metric: Any = task.metric
+    log = Records(Alone(), task)
+    metric.update(1.0)
+    with log.aside():
+        metric.update(2.0)
+        with pytest.warns(UserWarning, match=r"'val/mean'\): MeanMetric held samples from before this evaluation"):
+            log.add("val", "mean", metric)
+        assert log.epoch_values("val") == {"val/mean": 1.5}
+    metric.update(1.0)
+    with warnings.catch_warnings(), log.aside():
+        warnings.simplefilter("error")
+        metric.update(2.0)
+        log.add("val", "mean", metric)
+        assert log.epoch_values("val") == {"val/mean": 2.0}, "a metric that was logged begins empty"
+    assert metric.compute() == 1.0
+
+
+def test_several_collections_without_a_name_have_their_own_keys() -> None:
+    task = Task(lambda: MetricCollection([MulticlassAccuracy(3)], prefix="val/"))
+    task.means = MetricCollection([MeanMetric()])
+    task.again = MetricCollection([MeanMetric()])
+    log = Records(Alone(), task)
+    for _ in range(2):
+        task.metric.update(*classes(1, 4))  # type: ignore[operator]
+        task.means.update(3.0)
+        log.add("val", "", task.metric)
+        log.add("val", "", task.means, prog_bar=True)
+    assert log.epoch_values("val").keys() == {"val/MulticlassAccuracy", "val/MeanMetric"}
+    assert "val/MeanMetric" in log.prog_bar_names and "val/MulticlassAccuracy" not in log.prog_bar_names
+    for metrics in (task.means, task.again):
+        metrics.update(3.0)
+        log.add("val/NAME", "", metrics)
+    with pytest.raises(TaskError, match="'val/NAME/MeanMetric' is an entry of two metrics"):
+        log.epoch_values("val/NAME")
+
+
+def test_entries_share_no_name_with_a_number_and_have_one() -> None:
+    task = Task(lambda: MulticlassAccuracy(3, average=None))
+    log = Records(Alone(), task)
+    task.metric.update(*classes(1, 8))  # type: ignore[operator]
+    log.add("val", "accuracy", task.metric)
+    log.add("val", "accuracy_0", 0.5, weight=1)
+    with pytest.raises(TaskError, match="'val/accuracy_0' is logged as a number and is an entry of a metric"):
+        log.epoch_values("val")
+    task.metric.update(*classes(1, 8))  # type: ignore[operator]
+    log.add("test", "", task.metric)
+    with pytest.raises(TaskError, match="computes Tensor, no dict, so that its value has no name"):
+        log.epoch_values("test")
 
 
 def test_results_become_names() -> None:

@@ -93,13 +93,13 @@ def test_the_stage_decides_prefix_and_axis() -> None:
     log.add("train", "mine/c", 4.0, weight=1)
     log.add("val", "d", 5.0, weight=1)
     log.add("test", "d", 6.0, weight=1)
-    log.add("sanity", "d", 7.0, weight=1)
+    log.add("val/NAME", "d", 7.0, weight=1)
     assert log.step_values() == {"mine/c": 4.0, "train/both": 3.0, "train/loss_a": 1.0}
     assert log.step_values() == {}
     assert log.epoch_values("train") == {"train/b": 2.0, "train/both_epoch": 3.0}
     assert log.epoch_values("val") == {"val/d": 5.0}
     assert log.epoch_values("test") == {"test/d": 6.0}
-    assert log.epoch_values("sanity") == {"val/d": 7.0}
+    assert log.epoch_values("val/NAME") == {"val/NAME/d": 7.0}
 
 
 def test_a_shared_step_may_ask_for_on_step_in_an_evaluation_too() -> None:
@@ -162,7 +162,7 @@ def test_nothing_grows_with_the_number_of_steps() -> None:
 
 
 def test_tensors_that_stay_on_their_device_fold_to_the_same_numbers() -> None:
-    from sanctuary_trainer.records import _fold
+    from sanctuary_trainer.series import _fold
 
     # As an accelerator would leave them: tensors of several kinds, weights as numbers or tensors.
     values = [torch.tensor(0.7, dtype=torch.bfloat16), torch.tensor(2), 0.5, torch.tensor(math.nan)]
@@ -182,6 +182,35 @@ def test_the_task_s_own_loss_replaces_the_trainer_s() -> None:
     assert log.step_values() == {"train/loss": 1.0}
     assert log.epoch_values("train") == {}
     assert "train/loss" not in log.prog_bar_names
+
+
+def test_a_watched_name_keeps_its_epoch_value_too() -> None:
+    log = records()
+    log.keep_epoch({"train/loss", "train/mine", "val/loss"})
+    for value in (1.0, 2.0):
+        log.add_loss(torch.tensor(value), 1)
+        log.add("train", "mine", value, weight=1, on_epoch=False)
+        log.add("train", "other", value, weight=1)
+        log.step_values()
+    log.add("val", "loss", 5.0, weight=1)
+    assert log.epoch_values("train") == {"train/loss_epoch": 1.5, "train/mine_epoch": 1.5}
+    assert log.epoch_values("val") == {"val/loss": 5.0}
+
+
+def test_two_names_do_not_write_one_curve() -> None:
+    log = records()
+    with pytest.raises(TaskError, match=r"log\('train/loss_epoch'\) would write.*which 'train/loss' writes too"):
+        log.add("train", "loss_epoch", 1.0, weight=1, on_step=False)
+    log.add("train", "a", 1.0, weight=1, on_epoch=True)
+    with pytest.raises(TaskError, match=r"'train/a_epoch', which 'train/a' writes too.*Use another name"):
+        log.add("train", "a_epoch", 2.0, weight=1)
+    log.add("train", "b_epoch", 2.0, weight=1, on_step=False)
+    with pytest.raises(TaskError, match=r"log\('train/b'\) would write the curve 'train/b_epoch'"):
+        log.add("train", "b", 2.0, weight=1, on_epoch=True)
+    log.add("val", "a_epoch", 3.0, weight=1)
+    log.add("train", "loss", 1.0, weight=1)
+    log.add("train", "loss_epoch", 4.0, weight=1, on_step=False)
+    assert log.epoch_values("train") == {"train/a_epoch": 1.0, "train/b_epoch": 2.0, "train/loss_epoch": 4.0}
 
 
 def test_progress_bar_names() -> None:
@@ -207,16 +236,38 @@ def test_one_name_has_one_meaning() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(2, 3), r"log\('val/a'\) got a tensor of shape \(2, 3\); one number was expected"),
+        (
+            torch.zeros(2, 3),
+            r"log\('val/a'\) got a tensor of shape \(2, 3\), torch.float32; one real number was expected",
+        ),
         (torch.zeros(0), r"shape \(0,\)"),
         ("0.5", "got str '0.5'"),
         (None, "got NoneType"),
         ([1.0], "got list"),
+        (torch.tensor(1j), "torch.complex64; one real number was expected"),
+        (1 + 2j, "got complex"),
+        (10**400, "got int, a number beyond a float's range"),
     ],
 )
 def test_what_is_no_number_is_refused(value: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         records().add("val", "a", value, weight=1)
+
+
+def test_names_are_text() -> None:
+    for name in (5, ["a"]):
+        with pytest.raises(TaskError, match=r"of type .*; a name is a str"):
+            records().add("val", name, 1.0, weight=1)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match=r"log\(''\) got 1 and no name"):
+        records().add("val", "", 1, weight=1)
+
+
+@pytest.mark.parametrize(
+    "weight", ["3", -1, math.nan, math.inf, 1j, torch.tensor([1, 2]), torch.tensor(-1), [1]], ids=str
+)
+def test_a_weight_is_a_number_of_samples(weight: Any) -> None:
+    with pytest.raises(TaskError, match=r"log\('val/a'\) got batch_size=.*; a number of samples, at least 0"):
+        records().add("val", "a", 1.0, weight=weight)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

@@ -1,10 +1,13 @@
 """What a run leaves in its folder: one event file, hyper-parameters beside the metrics, `metrics.jsonl`."""
 
 import dataclasses
+import gc
 import json
 import math
+import os
 import time
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from sanctuary_trainer.errors import DataError, SettingsError
@@ -79,6 +83,7 @@ def test_a_fit_leaves_one_event_file_and_no_second_run(tmp_path: Path) -> None:
     tracking = track(tmp_path / "run", case_93())
     for step in range(10, 60, 10):
         tracking.log({"train/loss": 1 / step, "val/accuracy": step / 100}, step, epoch=step // 30)
+    tracking.log({"val/loss": 0.5}, 50, epoch=1)
     tracking.log_images("val/images", torch.rand(3, 3, 8, 8), 50)
     tracking.close("success")
 
@@ -88,7 +93,8 @@ def test_a_fit_leaves_one_event_file_and_no_second_run(tmp_path: Path) -> None:
     loss = written.Scalars("train/loss")
     assert [event.step for event in loss] == [10, 20, 30, 40, 50]
     assert loss[-1].value == pytest.approx(0.02)
-    assert [event.value for event in written.Scalars("epoch")] == [0, 0, 1, 1, 1]
+    epochs = [(event.step, event.value) for event in written.Scalars("epoch")]
+    assert epochs == [(10, 0), (20, 0), (30, 1), (40, 1), (50, 1)], "one point for a step"
     assert written.Tags()["images"] == ["val/images"]
 
 
@@ -183,6 +189,65 @@ def test_hyper_parameters_that_are_numbers_in_other_clothes_stay_numbers() -> No
     assert flat["bool"] is True
 
 
+@dataclasses.dataclass
+class HalfSet:
+    depth: int = 3
+    late: Any = dataclasses.field(init=False)
+
+
+def test_hyper_parameters_of_odd_kinds_reach_the_event_file(tmp_path: Path) -> None:
+    odd = {
+        "method": torch.Tensor.relu,
+        "builtin": str.upper,
+        "bound": "a".join,
+        "unset": HalfSet(),
+        "bytes": "a\udcff",
+        "path": Path(os.fsdecode(b"\xff")),
+        "\udcff": 1,
+        "meta": torch.zeros(1, device="meta"),
+        "complex": torch.tensor(1j),
+        "large": 10**400,
+        "larger": [10**5000],
+        "long": np.longdouble(2),
+        "array": np.array(3),
+        "date": np.datetime64("2020-01-01"),
+    }
+    flat = flatten_hparams(odd)
+    assert flat["large"] == hex(10**400) and str(flat["larger"]).startswith("[0x")
+    assert {name: value for name, value in flat.items() if not name.startswith("large")} == {
+        "method": torch.Tensor.relu.__qualname__,
+        "builtin": "str.upper",
+        "bound": "str.join",
+        "unset/depth": 3,
+        "bytes": r"a\udcff",
+        "path": r"\udcff",
+        r"\udcff": 1,
+        "meta": "tensor of shape (1,), float32",
+        "complex": "1j",
+        "long": "2.0",
+        "array": 3,
+        "date": "datetime.date(2020, 1, 1)",
+    }
+    track(tmp_path, odd).close()
+    assert "_hparams_/session_start_info" in events(tmp_path).Tags()["tensors"]
+
+
+def test_a_tracker_that_does_not_start_leaves_no_file_open(tmp_path: Path) -> None:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    memory = memory_tracker()()
+    broken = memory_tracker()()
+    broken.start = lambda: 1 / 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(ZeroDivisionError):
+            track(tmp_path, log_with=["tensorboard", memory, broken])
+        gc.collect()
+    assert memory.seen == ["start", {}, "finish"]
+    assert "_hparams_/session_end_info" in events(tmp_path).Tags()["tensors"]
+
+
 def test_every_line_of_metrics_is_strict_json_and_whole_at_once(tmp_path: Path) -> None:
     tracking = track(tmp_path, log_with=None)
     tracking.log({"train/loss": math.nan, "train/up": math.inf, "train/down": -math.inf, "train/x": 1.5}, 3, epoch=1)
@@ -240,6 +305,13 @@ def test_images_of_every_allowed_kind() -> None:
     assert clipped[..., 0].tolist() == [[0, 255], [128, 0]]
     assert image_grid("images", np.zeros((100, 1, 2, 2))).shape == (16, 16, 3)
     assert image_grid("images", torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (4, 8, 3)
+    several = torch.rand(3, 1, 4, 5)
+    assert (image_grid("images", list(several)) == image_grid("images", several)).all()
+    assert image_grid("images", [torch.rand(3, 4, 4)] * 100).shape == (32, 32, 3)
+    colours = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+    picture = Image.fromarray(colours)
+    assert (image_grid("images", picture) == colours).all()
+    assert image_grid("images", [picture, picture.convert("L")]).shape == (4, 10, 3)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +321,13 @@ def test_images_of_every_allowed_kind() -> None:
         (torch.zeros(8, 8), r"shape \(8, 8\)"),
         (torch.zeros(0, 3, 8, 8), r"shape \(0, 3, 8, 8\)"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.int64), r"torch.int64; expected float in \[0, 1\] or uint8"),
+        ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 9)], "got list: .*a list of images of one size"),
+        ("image.png", "got str: .*A tensor or array of images"),
+        (None, "got NoneType: .*A tensor or array of images"),
+        ([], "got list: .*A tensor or array of images"),
     ],
 )
-def test_images_that_cannot_be_shown_are_refused(tmp_path: Path, images: torch.Tensor, message: str) -> None:
+def test_images_that_cannot_be_shown_are_refused(tmp_path: Path, images: Any, message: str) -> None:
     tracking = track(tmp_path)
     with pytest.raises(DataError, match=message):
         tracking.log_images("val/images", images, 1)
