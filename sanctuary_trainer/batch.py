@@ -147,7 +147,7 @@ def to_samples(outputs: Any, n: int) -> list[Any]:
         return [None] * n
     if isinstance(outputs, torch.Tensor | np.ndarray):
         if outputs.ndim and outputs.shape[0] == n:
-            return list(outputs)
+            return list(outputs.unbind(0) if isinstance(outputs, torch.Tensor) else outputs)
         raise _not_per_sample(f"a {type(outputs).__name__} of shape {tuple(outputs.shape)}", n)
     if isinstance(outputs, list):
         if len(outputs) == n:

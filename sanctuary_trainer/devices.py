@@ -27,6 +27,8 @@ from sanctuary_trainer.errors import NotSupportedError, RankError, SettingsError
 
 T = TypeVar("T")
 
+_NO_CONTEXT = nullcontext()
+
 # One group per process group of the world, made by all ranks together: a second Trainer finds it here.
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _timeout_changed = False
@@ -170,12 +172,12 @@ class Devices:
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of what runs inside on this rank."""
-        return nullcontext() if self.world_size == 1 else module.no_sync()  # type: ignore[operator]
+        return _NO_CONTEXT if self.world_size == 1 else module.no_sync()  # type: ignore[operator]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for a step that does not run inside the wrapped module."""
         if self.mixed_precision == "no":
-            return nullcontext()
+            return _NO_CONTEXT
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 

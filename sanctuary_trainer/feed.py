@@ -57,6 +57,8 @@ class Feed:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: torch.cuda.Event | None = None  # when the batches before the present one are done with
         self._in_place = device.type == "cpu" and not channels_last
+        # Most epochs on a CPU: nothing is copied and nothing read ahead.
+        self._simple = self._in_place and self.rounds is not None and not dealt
         self._next: Fetched | None = None
         self.more = self.rounds is None or self.rounds > 0
         if self.rounds is None:
@@ -64,10 +66,16 @@ class Feed:
 
     def take(self) -> Fetched:
         """The next round; its batch is None when this rank has nothing in it."""
+        if self._simple:
+            fetched = next(self._fetched)
+            self.taken += 1
+            self.owed -= 1
+            self.more = self.taken < self.rounds  # type: ignore[operator]
+            return fetched
         if self._next is None:
             self._read()
-        fetched, self._next = self._next, None
-        assert fetched is not None
+        ahead, self._next = self._next, None
+        assert ahead is not None
         if self._copies is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)
@@ -78,7 +86,7 @@ class Feed:
             self._read()
         else:
             self.more = self.taken < self.rounds
-        return fetched
+        return ahead
 
     @property
     def batch_idx(self) -> int:

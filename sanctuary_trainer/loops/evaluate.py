@@ -49,10 +49,10 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
         for name, loader in run.evaluation_loaders.items():
             run.loader_name = name
 
-            def one(fetched: Fetched, batch_idx: int) -> None:
+            def one(batch: Any, batch_idx: int, fetched: Fetched) -> None:
                 with run.devices.autocast():
-                    outputs = step(fetched.batch, batch_idx)
-                run.callbacks.on_evaluation_batch_end(run, stage, fetched.batch, outputs, fetched.indices)
+                    outputs = step(batch, batch_idx)
+                run.callbacks.on_evaluation_batch_end(run, stage, batch, outputs, fetched.indices)
 
             walk(run, loader, limited(run.evaluation_limits[name], limit), one)
             metrics.update(run.evaluated())
@@ -69,8 +69,8 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
     return metrics
 
 
-def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, int], None]) -> None:
-    """Call `one(fetched, batch_idx)` for each batch of this rank, in step with the other ranks.
+def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, int, Fetched], None]) -> None:
+    """Call `one(batch, batch_idx, fetched)` for each batch of this rank, in step with the other ranks.
 
     An exception on one rank ends all of them in the same round.
     """
@@ -84,7 +84,7 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
                 if feed.more:
                     fetched = feed.take()
                     if fetched.batch is not None:
-                        one(fetched._replace(batch=run.begin_batch(fetched)), batch_idx)
+                        one(run.begin_batch(fetched), batch_idx, fetched)
                         feed.read_ahead()
                         run.end_batch()
                     batch_idx += 1

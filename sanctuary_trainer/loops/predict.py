@@ -54,17 +54,17 @@ def predict(
     kept: list[tuple[Places, int, Any]] = []
     shown = run.callbacks.has("on_predict_batch_end")
 
-    def one(fetched: Fetched, batch_idx: int) -> None:
+    def one(batch: Any, batch_idx: int, fetched: Fetched) -> None:
         with run.devices.autocast():
-            outputs = run.task.predict_step(fetched.batch, batch_idx)
+            outputs = run.task.predict_step(batch, batch_idx)
         if shown:
-            run.callbacks.on_predict_batch_end(run, fetched.batch, outputs, fetched.indices)
+            run.callbacks.on_predict_batch_end(run, batch, outputs, fetched.indices)
         if not keep:
             return
         size = run.batch_samples
         if size is None:
             raise DataError(
-                f"The number of samples of a {type(fetched.batch).__name__} batch cannot be told; "
+                f"The number of samples of a {type(batch).__name__} batch cannot be told; "
                 "override VisionTask.batch_size."
             )
         outputs = to_host(outputs)
@@ -120,7 +120,7 @@ def to_host(outputs: Any) -> Any:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).cpu()
 
 
