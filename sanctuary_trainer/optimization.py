@@ -149,11 +149,20 @@ class Optimization:
                 schedule.advance()
 
     def new_values(self, values: Mapping[str, float]) -> None:
-        """Step the schedulers that watch one of these values, freshly computed at the end of an epoch or evaluation."""
+        """Step the schedulers that watch one of these values, freshly computed at the end of an epoch or evaluation.
+
+        Who watches a series of steps ("train/loss") gets its value over the epoch ("train/loss_epoch").
+        """
         self._valued.update(values)
         for schedule in self.schedules:
-            if self.updates and schedule.monitor is not None and schedule.monitor in values:
-                schedule.advance(values[schedule.monitor])
+            value = values.get(schedule.monitor or "", values.get(f"{schedule.monitor}_epoch"))
+            if self.updates and schedule.monitor is not None and value is not None:
+                schedule.advance(value)
+
+    @property
+    def monitors(self) -> set[str]:
+        """The names that schedulers watch."""
+        return {schedule.monitor for schedule in self.schedules if schedule.monitor is not None}
 
     def unknown_monitors(self, known: Iterable[str]) -> list[str]:
         """What to warn of after sanity validation: each watched name of validation that is not in `known`."""
@@ -179,11 +188,9 @@ class Optimization:
         texts, names = [], set(known)
         for schedule in self.schedules:
             monitor = schedule.monitor
-            if monitor is None or monitor in self._valued:
+            if monitor is None or monitor in self._valued or f"{monitor}_epoch" in self._valued:
                 continue
-            if f"{monitor}_epoch" in self._valued:
-                text = f", which is a series of steps. Watch '{monitor}_epoch', its value over the epoch."
-            elif monitor in names:
+            if monitor in names:
                 text = f", which is a series of steps. Log it with on_epoch=True and watch '{monitor}_epoch'."
             else:
                 there = ", ".join(sorted(self._valued)) or "no metrics"

@@ -20,6 +20,7 @@ from sanctuary_trainer.data import Fetched, RankLoader
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.executor import Executor, Window
 from sanctuary_trainer.feed import Feed, limited
+from sanctuary_trainer.metrics import is_metric_or_collection
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
@@ -190,7 +191,7 @@ class Run:
 
     def log_dict(self, values: Mapping[str, Any], **settings: Any) -> None:
         """`log` each of these values, or each metric of a torchmetrics collection, with the same settings."""
-        if hasattr(values, "compute_groups"):  # a collection: its metrics share states and are computed together
+        if is_metric_or_collection(values):  # a collection: its metrics share states and are computed together
             self.log("", values, **settings)
             return
         for name, value in values.items():
@@ -274,9 +275,9 @@ class Run:
         self._throughput = (now, self._trained)
         values = self.records.step_values()
         for name, rate in self.optimization.learning_rates.items():
-            values[f"train/{name}"] = rate
+            values.setdefault(f"train/{name}", rate)  # a task's own log of that name comes first
         if self.optimization.gradient_norm is not None:
-            values["train/grad_norm"] = float(self.optimization.gradient_norm)
+            values.setdefault("train/grad_norm", float(self.optimization.gradient_norm))
         return values
 
     def read_rest(self) -> None:

@@ -39,7 +39,6 @@ from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
-from sanctuary_trainer.metrics import reset_metrics
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.seeding import seed_everything
@@ -266,6 +265,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(devices.close)
             stack.callback(setattr, task, "_run", None)
+            stack.callback(run.records.close)
             stack.enter_context(determinism(settings["deterministic"]))
             stack.callback(lambda: self._take_apart(run, data, status))
             try:
@@ -304,7 +304,6 @@ class Trainer:
 
     def _build_optimizers(self, run: Run) -> None:
         settings, task = run.settings, run.task
-        reset_metrics(task)  # what a run that was interrupted left in them is not this run's
         task.train_mode()
         run.optimization = Optimization(
             task.configure_optimizers(),
@@ -313,6 +312,7 @@ class Trainer:
             clip_algorithm=settings["gradient_clip_algorithm"],
             scaler=run.devices.scaler,
         )
+        run.records.keep_epoch(run.optimization.monitors)
 
     def _build_fit(self, run: Run) -> None:
         settings = run.settings

@@ -642,3 +642,24 @@ def test_counts_that_are_read_late_need_no_accelerator_to_be_right() -> None:
     plan = Plan(rounds=10, accumulation=2, max_steps=9, log_every_n_steps=4)
     quiet = [not plan.falls_on_step(RunState(batch=2 * (s + 1), global_step=s), epoch_ends=s == 4) for s in range(5)]
     assert quiet == [True, True, True, False, False]
+
+
+def test_a_plateau_watches_what_training_logs_by_steps() -> None:
+    rates: list[float] = []
+
+    class Watches(Plateau):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("score", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def on_fit_end(self, run: Any) -> None:
+            rates.append(run.optimizers[0].param_groups[0]["lr"])
+
+    for monitor in ("train/loss", "train/score"):
+        task = Watches(0.0)
+        task.monitor = monitor
+        quiet_trainer(max_epochs=4).fit(task, loader(floats(range(4)), 1))
+    task = Watches(1.0)
+    task.monitor = "train/score"
+    quiet_trainer(max_epochs=3).fit(task, loader(floats(range(4)), 1))
+    assert rates[2] == pytest.approx(0.01)

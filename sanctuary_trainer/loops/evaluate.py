@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sanctuary_trainer.feed import limited
-from sanctuary_trainer.metrics import metrics_aside
 from sanctuary_trainer.seeding import generators_aside
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
     run.devices.broadcast_tensors(run.task.buffers())
     try:
         with (
-            metrics_aside(run.task, leave_no_trace=stage == "sanity"),
+            run.records.aside(leave_no_trace=stage == "sanity"),
             generators_aside(run.device),
             torch.no_grad(),
         ):
