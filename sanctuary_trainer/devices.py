@@ -13,7 +13,9 @@ The loops hold no `if` about distribution, precision or device; they ask here.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -321,7 +323,8 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=find_unused)]
     if timeout is not None:
         handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)))
-    return Accelerator(
+    had_group = dist.is_initialized()
+    accelerator = Accelerator(
         mixed_precision=mixed_precision,
         cpu=cpu,
         # A plain gradient_accumulation_steps=1 is overridden by the launcher's environment variable; a plugin is not.
@@ -329,6 +332,19 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
         dynamo_backend="no",
         kwargs_handlers=handlers,
     )
+    if dist.is_initialized() and not had_group:
+        atexit.register(_leave)
+    return accelerator
+
+
+def _leave() -> None:
+    """End the process group that was made here: its threads abort a process that leaves them to the interpreter's end.
+
+    Not after an uncaught exception, where the others may be in the middle of a collective and nobody should wait.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        _host_groups.clear()
+        dist.destroy_process_group()
 
 
 def _host_group() -> dist.ProcessGroup:
