@@ -75,7 +75,7 @@ class Dispatch(nn.Module):
             return scaled, None, detached, weight
         # Made on the host and copied without waiting: torch.tensor(..., device=...) would wait for the device.
         told = torch.tensor([weight, *carried[1:]], dtype=self.ride.dtype).to(self.ride.device, non_blocking=True)
-        return scaled, (self.ride * told).sum(), detached, weight
+        return scaled, self.ride.dot(told), detached, weight
 
 
 def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float]:

@@ -173,10 +173,11 @@ class Executor:
             if scaled is not None:
                 if self.devices.scaler is not None:
                     scaled = self.devices.scaler.scale(scaled)
-                if ride is not None:
-                    scaled = scaled + ride  # after scaling: the counts must not overflow
                 self.in_sync = sync
-                scaled.backward()
+                if ride is None:
+                    scaled.backward()
+                else:  # beside the scaled loss and not in it: the counts must not overflow
+                    torch.autograd.backward((scaled, ride))
                 self.in_sync = False
         self._weight += weight
         if sync and not self.has_synced:
@@ -238,8 +239,8 @@ class Executor:
             own = torch.tensor([self._weight, *self._carried[1:]], dtype=torch.float32)
             return self.devices.sum_on_device(own.to(self.devices.device, non_blocking=True))
         assert ride.grad is not None
-        told, ride.grad = ride.grad * self.devices.world_size, None  # DDP has averaged
-        return told
+        told, ride.grad = ride.grad, None
+        return told.mul_(self.devices.world_size)  # DDP has averaged
 
 
 def _unused(names: list[str]) -> TaskError:

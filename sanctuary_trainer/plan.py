@@ -96,13 +96,10 @@ class Plan:
 
     def falls_on_step(self, state: RunState, epoch_ends: bool) -> bool:
         """Whether a log, a validation or an end falls on the coming step; `state` counts its window, not the step."""
-        after = replace(state, global_step=state.global_step + 1)
-        return (
-            epoch_ends
-            or self.logs(after.global_step)
-            or self.out_of_steps(after) is not None
-            or self.validates_after_step(after)
-        )
+        step = state.global_step + 1
+        if epoch_ends or self.logs(step) or (self.max_steps is not None and step >= self.max_steps):
+            return True
+        return self.val_check_interval is not None and self.validates_after_step(replace(state, global_step=step))
 
     def validates_at_epoch_end(self, state: RunState) -> bool:
         """Whether to validate at the end of the running epoch."""
