@@ -5,6 +5,7 @@ Each function does one thing to the run it is given; the order stands in `traine
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 
 from sanctuary_trainer.data import RankLoader
 from sanctuary_trainer.devices import launcher_compile
-from sanctuary_trainer.errors import DataError, RunFolderError, SettingsError, TaskError
+from sanctuary_trainer.errors import DataError, NotSupportedError, RunFolderError, SettingsError, TaskError
 from sanctuary_trainer.feed import limited
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.run import Run
@@ -69,6 +70,45 @@ def _loader_of(run: Run, name: str, given: Any, data: Any) -> Any:
         if loader is not None and not (isinstance(loader, list | tuple | dict) and not loader):
             return loader
     return None
+
+
+def check_task(task: Any, verb: str) -> None:
+    """What is wrong with a task before anything is built for it.
+
+    Raises:
+        TaskError: it is no task, is in a run, hides a method, or has a step that cannot take a batch.
+        NotSupportedError: it optimizes by itself.
+    """
+    if isinstance(task, type):
+        raise TaskError(f"{verb} got the class {task.__name__}; give an instance, {task.__name__}().")
+    if not isinstance(task, VisionTask):
+        raise TaskError(f"{verb} got {type(task).__name__}; an instance of a VisionTask subclass was expected.")
+    name = type(task).__name__
+    hidden = [method for method in ("batch_size", "split_batch") if not callable(getattr(task, method))]
+    if hidden:
+        raise TaskError(
+            f"{name} has an attribute {hidden[0]}, which hides the method of that name: give it another name."
+        )
+    if getattr(task, "automatic_optimization", True) is not True:
+        raise NotSupportedError(
+            f"{name} sets automatic_optimization: manual and alternating (GAN) optimization come later. "
+            "Return the loss from training_step and let the trainer step."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        signature = inspect.signature(getattr(task, step))
+        if "dataloader_idx" in signature.parameters:
+            raise TaskError(
+                f"{name}.{step} takes dataloader_idx, which is not given here: self.run.loader_name is the name of the "
+                "evaluation loader that is being read."
+            )
+        try:
+            signature.bind(None, 0)
+        except TypeError as error:
+            raise TaskError(
+                f"{name}.{step} cannot be called: {error}. Write it as {step}(self, batch, batch_idx)."
+            ) from None
+    if task._run is not None:
+        raise TaskError(f"{name} is in a run already: one task cannot be in two at once.")
 
 
 def build_loaders(run: Run, loaders: dict[str, Any], data: Any) -> None:
@@ -216,7 +256,7 @@ def _plan(run: Run) -> Plan:
     validates = bool(run.evaluation_loaders) and any(limit != 0 for limit in run.evaluation_limits.values())
     if validates and type(run.task).validation_step is VisionTask.validation_step:
         raise TaskError(f"A validation loader was given, but {type(run.task).__name__} has no validation_step.")
-    return Plan(
+    plan = Plan(
         rounds=rounds,
         accumulation=accumulation,
         max_epochs=settings["max_epochs"],
@@ -228,6 +268,14 @@ def _plan(run: Run) -> Plan:
         validates=validates,
         log_every_n_steps=settings["log_every_n_steps"],
     )
+    every, epochs = plan.check_val_every_n_epoch, plan.max_epochs
+    too_long = isinstance(interval, int) and plan.total_steps is not None and interval > plan.total_steps
+    if validates and (too_long or (epochs is not None and every > epochs)):
+        run.warn(
+            f"A validation loader was given, but the run ends before the first validation: {plan.total_steps} steps, "
+            f"{epochs} epochs, val_check_interval={interval}, check_val_every_n_epoch={every}."
+        )
+    return plan
 
 
 def compile_children(run: Run) -> None:

@@ -10,6 +10,7 @@ class Classifier(VisionTask):
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +23,26 @@ from torch import nn
 from sanctuary_trainer import batch as batches
 from sanctuary_trainer.callback import refuse_unknown_hooks
 from sanctuary_trainer.checkpointing import write_tensors
-from sanctuary_trainer.errors import DataError, TaskError
+from sanctuary_trainer.errors import CallbackError, DataError, TaskError
 
 if TYPE_CHECKING:
     from sanctuary_trainer.run import Run
+
+
+# What a task may define and is called by its name: a misspelt one would be passed over without a word.
+_OPTIONAL = (
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "configure_optimizers",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+    "split_batch",
+    "train_mode",
+)
 
 
 class VisionTask(nn.Module, ABC):
@@ -36,12 +53,16 @@ class VisionTask(nn.Module, ABC):
 
     Raises:
         TypeError: when a class lacks one of the abstract steps and is instantiated.
-        CallbackError: when a class defines an `on_...` method that is no hook.
+        CallbackError: when a class defines an `on_...` method that is no hook, or misspells what it may define.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         refuse_unknown_hooks(cls, also=("on_after_batch_to_device",))
+        for name, value in vars(cls).items():
+            near = difflib.get_close_matches(name, _OPTIONAL, n=1, cutoff=0.9)
+            if callable(value) and near and name not in _OPTIONAL:
+                raise CallbackError(f"{cls.__qualname__}.{name} would never be called. Did you mean {near[0]}?")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         missing = sorted(getattr(cls, "__abstractmethods__", ()))

@@ -26,6 +26,7 @@ from sanctuary_trainer.building import (
     check_alike,
     check_data,
     check_limits,
+    check_task,
     claim,
     compile_children,
     convert,
@@ -227,21 +228,7 @@ class Trainer:
     @contextmanager
     def _run(self, verb: str, task: VisionTask, loaders: dict[str, Any], data: Any) -> Iterator[Run]:
         settings = dict(self.settings)
-        if not isinstance(task, VisionTask):
-            raise TaskError(f"{verb} got {type(task).__name__}; an instance of a VisionTask subclass was expected.")
-        hidden = [name for name in ("batch_size", "split_batch") if not callable(getattr(task, name))]
-        if hidden:
-            raise TaskError(
-                f"{type(task).__name__} has an attribute {hidden[0]}, which hides the method of that name. "
-                "Give the attribute another name."
-            )
-        if getattr(task, "automatic_optimization", True) is not True:
-            raise NotSupportedError(
-                f"{type(task).__name__} sets automatic_optimization: manual and alternating (GAN) optimization come "
-                "later. Return the loss from training_step and let the trainer step."
-            )
-        if task._run is not None:
-            raise TaskError(f"{type(task).__name__} is in a run already: one task cannot be in two at once.")
+        check_task(task, verb)
         if verb == "fit":
             check_limits(settings)
         check_data(data, loaders)
@@ -304,6 +291,8 @@ class Trainer:
 
     def _build_optimizers(self, run: Run) -> None:
         settings, task = run.settings, run.task
+        if not any(parameter.requires_grad for parameter in task.parameters()):
+            raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient: nothing can be trained.")
         task.train_mode()
         run.optimization = Optimization(
             task.configure_optimizers(),

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sanctuary_trainer import Callback, DataError, NotSupportedError, SettingsError, TaskError, Trainer, VisionTask
+from sanctuary_trainer import (
+    Callback,
+    CallbackError,
+    DataError,
+    NotSupportedError,
+    SettingsError,
+    TaskError,
+    Trainer,
+    VisionTask,
+)
 from tests.small_tasks import Line, Net, Numbers, NumberStream, classes, floats, loader, quiet_trainer, weights
 
 
@@ -663,3 +672,38 @@ def test_a_plateau_watches_what_training_logs_by_steps() -> None:
     task.monitor = "train/score"
     quiet_trainer(max_epochs=3).fit(task, loader(floats(range(4)), 1))
     assert rates[2] == pytest.approx(0.01)
+
+
+def test_misspelt_steps_and_wrong_signatures_are_refused() -> None:
+    with pytest.raises(CallbackError, match="Did you mean configure_optimizers"):
+
+        class Misspelt(Line):
+            def configure_optimizer(self) -> Any:
+                return None
+
+    class TakesIndex(Line):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return None
+
+    class TakesTooLittle(Line):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return None
+
+    with pytest.raises(TaskError, match=r"self\.run\.loader_name"):
+        quiet_trainer(max_epochs=1).fit(TakesIndex(), loader(floats([1.0])))
+    with pytest.raises(TaskError, match=r"training_step\(self, batch, batch_idx\)"):
+        quiet_trainer(max_epochs=1).fit(TakesTooLittle(), loader(floats([1.0])))
+    with pytest.raises(TaskError, match=r"give an instance, Line\(\)"):
+        quiet_trainer(max_epochs=1).fit(Line, loader(floats([1.0])))  # type: ignore[arg-type]
+
+
+def test_a_validation_that_never_comes_is_warned_of() -> None:
+    for settings in ({"val_check_interval": 1000}, {"check_val_every_n_epoch": 5}):
+        with pytest.warns(UserWarning, match="ends before the first validation"):
+            quiet_trainer(max_epochs=1, **settings).fit(Line(), loader(floats([1.0])), loader(floats([1.0])))
+
+
+def test_a_task_that_is_wholly_frozen_is_refused() -> None:
+    task = Net().requires_grad_(False)
+    with pytest.raises(TaskError, match="requires a gradient"):
+        quiet_trainer(max_epochs=1).fit(task, loader(classes(4)))

@@ -62,7 +62,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "batch": (240, "four readings of one kind of tree, each rule for lists and tuples with its reason"),
     "executor": (275, "also follows thawed layers, names unused ones, and reads a window late on an accelerator"),
     "run": (360, "the documented face of a run: more docstring than code"),
-    "task": (390, "what a user overrides, documented method by method, and a task's weights on disk"),
+    "task": (410, "what a user overrides, documented method by method, and a task's weights on disk"),
 }
 
 ACCELERATE_IN = {"devices", "data", "tracking"}
