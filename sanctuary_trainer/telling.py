@@ -70,8 +70,8 @@ class Telling:
         if executor.has_synced and self._next == "step":  # before it was known what falls on the step
             window = executor.finish()
             run.count(feed, feed.taken - self._rounds, 0, window)
-            goes_on = feed.more or (window.more and not feed.sized)
-            if run.plan.falls_on_step(run.state, epoch_ends=not goes_on):
+            ends = run.state.batch == run.plan.rounds if feed.sized else not (feed.more or window.more)
+            if run.plan.falls_on_step(run.state, epoch_ends=ends):
                 run.devices.raise_together(error)
             self._next = "window"
         if executor.has_synced and self._next is None:

@@ -243,6 +243,9 @@ def test_save_points_are_boundaries_and_come_once() -> None:
         Line(), loader(floats(range(5)), 1)
     )
     assert recorder.saved_at == [(0, 2, 1), (0, 4, 2), (1, 0, 3), (1, 2, 4), (1, 4, 5), (2, 0, 6)]
+    recorder = Recorder()
+    quiet_trainer(max_steps=3, callbacks=[recorder]).fit(Line(), loader(floats(range(5)), 1))
+    assert recorder.saved_at == [(0, 1, 1), (0, 2, 2), (0, 3, 3)] and recorder.epoch_steps == []
 
 
 class Plateau(Line):

@@ -53,7 +53,7 @@ def train_epoch(run: Run) -> None:
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
     limit = plan.rounds_left(state, loader.num_samples is not None) if loader.sized else run.train_limit
     with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
-        goes_on = feed.more or not feed.sized  # of a stream the first window tells
+        goes_on, ends = feed.more or not feed.sized, False  # of a stream the first window tells
         run.clock.start()
         try:
             while goes_on and state.stop_reason is None:
@@ -61,11 +61,12 @@ def train_epoch(run: Run) -> None:
                 if window.failed:
                     run.devices.raise_together(None)
                 goes_on = feed.more or (window.more and not feed.sized)
-                train_step(run, window, epoch_ends=not goes_on)
+                ends = state.batch == plan.rounds if feed.sized else not goes_on
+                train_step(run, window, epoch_ends=ends)
         except Exception as error:  # where steps are run: the other ranks must hear of it
             run.telling.fail(error, feed)
             raise
-    if state.batch == plan.rounds if feed.sized else not goes_on:
+    if ends:
         end_epoch(run, made=state.global_step - steps)
 
 
