@@ -71,7 +71,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which this callback's state is stored, e.g. `Checkpoint(monitor='val/accuracy')`."""
+        """The name under which this callback's state is stored, e.g. `Best(monitor='val/accuracy')`."""
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.identifying)
         return f"{type(self).__qualname__}({settings})"
 

@@ -7,6 +7,8 @@ The loops hold no `if` about distribution, precision or device; they ask here.
       .wrap(module)              DDP on several ranks, autocast around forward
       .no_sync(module)           gradients stay on this rank
       .autocast()                for steps that run outside the wrapped module (evaluation, prediction)
+      .sum_on_device / .broadcast_tensors
+                                 between ranks, on the device's own group
       .agree / .gather_... / .scatter / .broadcast_object / .together / .on_main
                                  between ranks on a gloo group kept beside NCCL: never waits for a device
 """
@@ -138,7 +140,8 @@ class Devices:
         self.world_size: int = accelerator.num_processes
         self.mixed_precision: str = accelerator.mixed_precision
         self.scaler = None if accelerator.scaler is None else _new_scaler(accelerator)
-        # On an accelerator the host does not wait for what the ranks agreed in a step: it reads it one step later.
+        # On an accelerator the host need not wait for what the ranks agreed in a step: where nothing falls on the step
+        # it is read one step later.
         self.reads_late = self.device.type != "cpu"
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             raise SettingsError(

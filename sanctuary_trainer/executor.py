@@ -1,4 +1,4 @@
-"""One batch: forward, backward, gradient sync. `run.execute(batch, sync)` is this, unless a callback wraps it.
+"""One batch: forward, backward, gradient sync: `run.execute(batch, batch_idx, size, sync)`, which a callback may wrap.
 
     executor.begin(), executor.expect(samples)   the samples of the window over all ranks, alike on all ranks
       count(size) for each batch of this rank
@@ -6,7 +6,7 @@
         training_step under autocast             -> loss, weight n
         backward of loss x n x ranks / expected  (DDP averages over the ranks, hence x ranks)
       or join()                                  when this rank has nothing that syncs: zeros, weight 0
-    result = executor.finish()                   -> factor expected / actual, is there an update, what ranks asked
+    window = executor.finish()                   -> factor expected / actual, is there an update, what ranks asked
 
 On several ranks the module that DDP wraps owns one parameter more, `ride`, of a few floats. Its gradient is filled with
 this rank's weight and flags, so that DDP's own buckets carry their sums over the ranks: no collective is added. Only
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
     Attributes:
         updates: False when every rank's whole window was left out.
-        factor: what the gradients are still to be multiplied with; None when that is 1.
+        factor: what the gradients are still to be multiplied with; None when that is 1 (a tensor in a late window).
         samples: samples of the window over all ranks.
         batches: batches of the window over all ranks.
         more: whether any rank has more batches.
@@ -208,7 +208,7 @@ class Executor:
             self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
 
     def finish(self) -> Window:
-        """What the window came to, over all ranks; in a late window the flags are those of the window before."""
+        """What the window came to, over all ranks; in a late one `stop` and `failed` are those of the window before."""
         if not self._several:
             actual = self._weight
             factor = None if actual == self._expected or not actual else self._expected / actual

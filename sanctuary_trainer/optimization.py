@@ -1,6 +1,6 @@
 """The optimizers and schedulers of a run, and one step of them.
 
-    step: gradients x factor where they are not those of the mean yet -> clip -> hooks -> optimizers -> schedulers
+    step: gradients x factor where they are not those of the mean yet -> hooks -> clip -> optimizers -> schedulers
 
 Schedulers are stepped once per step, epoch or new value of a metric, never after a skipped update nor before the first
 one. They are not given to accelerate, which would step them once per process.
@@ -130,7 +130,7 @@ class Optimization:
         if record:
             self.learning_rates = self._rates()
         if self.scaler is not None and self._unscaled:
-            # The one wait for the device, which fp16 cannot do without: whether a gradient overflowed.
+            # A wait for the device that fp16 cannot do without: whether a gradient overflowed.
             made = bool(self.scaler.step(cast(Optimizer, self._together)))
             self.scaler.update()
         else:

@@ -60,7 +60,7 @@ class Records:
         self._series["train", "train/loss"] = self._loss
         self.prog_bar_names: dict[str, None] = {"train/loss": None}
 
-    def add_loss(self, loss: Tensor, weight: float | Tensor) -> None:
+    def add_loss(self, loss: Tensor, weight: float) -> None:
         """Record the training loss unasked: `train/loss` per step and `train/loss_epoch`.
 
         loss: 0-d, kept as it is until it is folded, so that nobody may change it in place. weight: samples, or what the
@@ -70,7 +70,7 @@ class Records:
         if series is None:
             return
         series.values.append(loss.item() if loss.is_cpu else loss.detach())
-        series.weights.append(kept(weight) if isinstance(weight, Tensor) else weight)
+        series.weights.append(weight)
         if len(series.values) >= FOLD_AT:
             series.fold()
 

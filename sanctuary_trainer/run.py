@@ -47,7 +47,7 @@ class Run:
         progress_metrics: those of them that were logged with `prog_bar=True`.
         run_dir: the folder of this fit; None in other verbs.
         tracking: the trackers; None in other verbs.
-        clock: where this rank's time goes.
+        clock: where this rank's time goes: laps "data", "execute", "callbacks", "optimizer"; read `clock.total(name)`.
         train_loader, evaluation_loaders: the loaders of this rank; evaluation loaders by name ("" for a single one).
         loader_name: the evaluation loader that is being read.
         evaluation_rounds: rounds of the running evaluation or prediction; None when unknown.
@@ -60,7 +60,7 @@ class Run:
         validated: whether a validation has taken place in this fit; sanity validation does not count.
     """
 
-    execute: Callable[..., tuple[torch.Tensor, float | torch.Tensor] | None]
+    execute: Callable[..., tuple[torch.Tensor, float] | None]
 
     def __init__(self, verb: str, task: VisionTask, devices: Devices, settings: dict[str, Any], seed: int) -> None:
         self.verb, self.task, self.devices, self.settings, self.seed = verb, task, devices, settings, seed

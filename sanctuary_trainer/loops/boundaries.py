@@ -6,6 +6,7 @@ end_epoch    the epoch's values, validation, schedulers, hooks; count the epoch;
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from sanctuary_trainer.errors import DataError
@@ -43,7 +44,8 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
     run.telling.goes_on(epoch_ends)
     if made and not epoch_ends:
-        hooks.on_save_point(run)
+        with run.devices.together() if state.stop_reason is not None else nullcontext():  # else a window follows
+            hooks.on_save_point(run)
 
 
 def end_epoch(run: Run, made: int) -> None:
@@ -73,4 +75,5 @@ def end_epoch(run: Run, made: int) -> None:
     state.end_epoch()
     run.settle_stop()
     state.stop_reason = state.stop_reason or plan.finished(state)
-    run.callbacks.on_save_point(run)
+    with run.devices.together():
+        run.callbacks.on_save_point(run)

@@ -728,7 +728,8 @@ def raise_in_a_hook(hook: str, rank: int, at: int, late: bool, **settings: Any) 
             self.reads_late = True
 
         devices.Devices.__init__ = reading_late  # type: ignore[method-assign]
-    quiet_trainer(max_epochs=3, timeout=15, **settings).fit(
+    settings.setdefault("max_epochs", 3)
+    quiet_trainer(timeout=15, **settings).fit(
         RaisesInAHook(hook, rank, at), loader(classes(40), 4), loader(classes(9), 4)
     )
 
@@ -742,6 +743,7 @@ def raise_in_a_hook(hook: str, rank: int, at: int, late: bool, **settings: Any) 
         (1, 1, False, {"dispatch_batches": True, "gradient_accumulation_steps": 2}),
         (1, 2, True, {"log_every_n_steps": 4}),
         (1, 3, True, {"log_every_n_steps": 4}),
+        (1, 5, False, {}),
     ],
 )
 def test_an_error_in_any_hook_on_one_rank_reaches_all(
@@ -753,6 +755,13 @@ def test_an_error_in_any_hook_on_one_rank_reaches_all(
     told = [outcome.error or "no error" for outcome in outcomes]
     assert f"ValueError: broken in {hook}" in told[rank]
     assert "RankError" in told[1 - rank] and f"rank {rank}: ValueError: broken in {hook}" in told[1 - rank]
+
+
+@pytest.mark.parametrize("hook", ["on_train_step_end", "on_save_point"])
+def test_an_error_in_the_last_step_of_a_run_that_ends_inside_an_epoch_reaches_all(two_ranks: Ranks, hook: str) -> None:
+    first, second = two_ranks.outcomes(raise_in_a_hook, hook, 1, 7, False, timeout=30, max_steps=7)
+    assert second.error is not None and f"ValueError: broken in {hook}" in second.error
+    assert first.error is not None and f"rank 1: ValueError: broken in {hook}" in first.error
 
 
 def train_late(stop_at: int) -> Any:
