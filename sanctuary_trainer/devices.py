@@ -16,6 +16,7 @@ The loops hold no `if` about distribution, precision or device; they ask here.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -347,6 +348,7 @@ def _leave() -> None:
     """
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         _host_groups.clear()
+        gc.collect()  # wrapped modules in reference cycles hold the group too
         dist.destroy_process_group()
 
 
