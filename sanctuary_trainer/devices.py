@@ -328,6 +328,10 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
     if timeout is not None:
         handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)))
     had_group = dist.is_initialized()
+    # Its functions have the world as a default argument. Imported later, as DDP does, it would hold the group for ever,
+    # and the group's threads, which release tensors, would abort the process at its end.
+    import torch.distributed.nn.functional  # noqa: F401
+
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
         cpu=cpu,
