@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sanctuary_trainer.callback import Callback, register_callback
     from sanctuary_trainer.errors import (
         CallbackError,
+        CheckpointError,
         DataError,
         NotSupportedError,
         RankError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CallbackError",
+    "CheckpointError",
     "DataError",
     "FitResult",
     "NotSupportedError",
@@ -49,6 +51,7 @@ _ROOMS = {
     "callback": ("Callback", "register_callback"),
     "errors": (
         "CallbackError",
+        "CheckpointError",
         "DataError",
         "NotSupportedError",
         "RankError",

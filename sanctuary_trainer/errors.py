@@ -6,6 +6,7 @@
       DataError          (RuntimeError)         a loader, a batch or a prediction has a shape that cannot be used
       CallbackError      (TypeError)            a callback is misspelt, unknown or given twice
       RunFolderError     (RuntimeError)         the run folder cannot be used
+      CheckpointError    (RuntimeError)         a checkpoint is missing, broken, or of another task
       RankError          (RuntimeError)         another rank failed; its own text is in the message
       NotSupportedError  (NotImplementedError)  a combination that this version refuses
 
@@ -35,6 +36,10 @@ class CallbackError(SanctuaryError, TypeError):
 
 class RunFolderError(SanctuaryError, RuntimeError):
     """The run folder cannot be used."""
+
+
+class CheckpointError(SanctuaryError, RuntimeError):
+    """A checkpoint is missing, broken, or of another task; or it could not be written."""
 
 
 class RankError(SanctuaryError, RuntimeError):
