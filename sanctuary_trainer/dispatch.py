@@ -20,7 +20,7 @@ from sanctuary_trainer.errors import TaskError
 from sanctuary_trainer.recovery import zero_loss
 
 # What rides: the weight, samples and batches of this rank in the window, and how many ranks say each of these.
-RIDE = ("weight", "samples", "batches", "more", "stop", "failed")
+RIDE = ("weight", "samples", "batches", "more", "stop", "failed", "save")
 NOTHING = [0.0] * len(RIDE)
 
 

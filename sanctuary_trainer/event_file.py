@@ -21,14 +21,24 @@ from sanctuary_trainer.errors import DataError
 _FLUSH_SECONDS: Final = 30
 _MOST_IMAGES: Final = 64
 _IMAGES_PER_ROW: Final = 8
+_SUFFIX: Final = ".sanctuary"  # ours among the event files of a run's folder
 
 
 class EventFile:
-    """The one event file of a run. One event per call: for 6 values a thirtieth of SummaryWriter's time."""
+    """The one event file of a fit. One event per call: for 6 values a thirtieth of SummaryWriter's time.
 
-    def __init__(self, run_dir: Path, hparams: Mapping[str, bool | int | float | str]) -> None:
+    Args:
+        run_dir: where it lies.
+        hparams: of the session.
+        from_step: the folder holds the file of a former attempt, which a TensorBoard may be showing: it is told to
+            drop its points from this step on.
+    """
+
+    def __init__(
+        self, run_dir: Path, hparams: Mapping[str, bool | int | float | str], from_step: int | None = None
+    ) -> None:
         # Here, because the import costs a quarter of a second.
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -43,7 +53,14 @@ class EventFile:
                 start.hparams[name].string_value = value
             else:
                 start.hparams[name].number_value = value
-        self._writer = EventFileWriter(str(run_dir), max_queue_size=100, flush_secs=_FLUSH_SECONDS)
+        _wait_for_a_later_name(run_dir)
+        self._writer = EventFileWriter(
+            str(run_dir), max_queue_size=100, flush_secs=_FLUSH_SECONDS, filename_suffix=_SUFFIX
+        )
+        if from_step is not None:
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=from_step, session_log=SessionLog(status=SessionLog.START))
+            )
         self._write_session(metadata.SESSION_START_INFO_TAG, session_start_info=start)
         self._writer.flush()
 
@@ -62,6 +79,10 @@ class EventFile:
         )
         self._write([self._summary.Value(tag=name, image=image)], step)
 
+    def flush(self) -> None:
+        """Write all that is pending; raises what the writing thread met."""
+        self._writer.flush()
+
     def close(self, status: str) -> None:
         api, metadata, plugin_data = self._hparams
         end = plugin_data.SessionEndInfo(status=api.Status.Value(f"STATUS_{status.upper()}"), end_time_secs=time.time())
@@ -76,6 +97,17 @@ class EventFile:
 
     def _write(self, values: list[Any], step: int) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+
+def event_files(run_dir: Path) -> list[Path]:
+    """The event files that were written here by this package, in the order in which TensorBoard reads them."""
+    return sorted(run_dir.glob(f"events.out.tfevents.*{_SUFFIX}"))
+
+
+def _wait_for_a_later_name(run_dir: Path) -> None:
+    """TensorBoard reads files by name, which begins with the second: of one second they may come in either order."""
+    while (files := event_files(run_dir)) and files[-1].name.split(".")[3] == f"{int(time.time()):010d}":
+        time.sleep(0.02)
 
 
 def image_grid(name: str, images: Any) -> Any:

@@ -45,6 +45,7 @@ class Window(NamedTuple):
         more: whether any rank has more batches.
         stop: whether any rank asked to stop.
         failed: whether any rank failed.
+        save: whether any rank asked for a checkpoint.
     """
 
     updates: bool
@@ -54,6 +55,7 @@ class Window(NamedTuple):
     more: bool
     stop: bool
     failed: bool
+    save: bool
 
 
 class Executor:
@@ -142,6 +144,7 @@ class Executor:
         more: bool = False,
         stop: bool = False,
         failed: bool = False,
+        save: bool = False,
     ) -> tuple[torch.Tensor, float] | None:
         """Forward and backward of one batch.
 
@@ -151,7 +154,7 @@ class Executor:
             size: its samples.
             sync: whether this rank gives nothing more to the window.
             join: run no step and give zeros.
-            more, stop, failed: what this rank tells the others with what it syncs.
+            more, stop, failed, save: what this rank tells the others with what it syncs.
 
         Returns:
             The loss as the user returned it (detached) and its weight; None when the step left the batch out.
@@ -159,8 +162,8 @@ class Executor:
         step = None if join else partial(self.task.training_step, batch, batch_idx)
         carried = NOTHING
         if sync and self._several:
-            carried = [0.0, float(self._samples), float(self._batches), float(more), float(stop), float(failed)]
-            self._carried = carried
+            flags = (float(more), float(stop), float(failed), float(save))
+            self._carried = carried = [0.0, float(self._samples), float(self._batches), *flags]
         self.entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
             try:
@@ -202,17 +205,17 @@ class Executor:
         if unused:
             raise _unused(unused)
 
-    def join(self, *, more: bool = False, stop: bool = False, failed: bool = False) -> None:
+    def join(self, *, more: bool = False, stop: bool = False, failed: bool = False, save: bool = False) -> None:
         """Give zeros for this rank's part of the window, unless it has synced, so that the other ranks go on."""
         if not self.has_synced:
-            self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed)
+            self.execute(None, 0, 0, True, join=True, more=more, stop=stop, failed=failed, save=save)
 
     def finish(self) -> Window:
-        """What the window came to, over all ranks; in a late one `stop` and `failed` are those of the window before."""
+        """What the window came to, over all ranks; in a late one the last three flags are the window before's."""
         if not self._several:
             actual = self._weight
             factor = None if actual == self._expected or not actual else self._expected / actual
-            return Window(actual > 0, factor, self._samples, self._batches, False, False, False)
+            return Window(actual > 0, factor, self._samples, self._batches, False, False, False, False)
         told = self._told()
         # Summing the ranks' weights rounds (8 / 3 + 8 / 3 + 8 / 3): a factor this near to 1 is taken for 1.
         rounding = 8 * torch.finfo(told.dtype).eps
@@ -225,12 +228,12 @@ class Executor:
             updates = self._weight > 0 or float(told[0]) > 0
             flags = [flag > 0.5 for flag in before[4:]]
             return Window(updates, torch.where(close, 1.0, ratio), self._samples, self._batches, True, *flags)
-        weight, samples, batches, more, stop, failed = told.tolist()
+        weight, samples, batches, more, *flags = told.tolist()
         # What was told in a late window before this one counts too.
-        stop, failed = stop + before[4], failed + before[5]
+        asked = [flag + late > 0.5 for flag, late in zip(flags, before[4:], strict=True)]
         same = abs(weight - self._expected) <= rounding * self._expected
         factor = None if same or weight <= 0 else self._expected / weight
-        return Window(weight > 0, factor, round(samples), round(batches), more > 0.5, stop > 0.5, failed > 0.5)
+        return Window(weight > 0, factor, round(samples), round(batches), more > 0.5, *asked)
 
     def _told(self) -> torch.Tensor:
         """What all ranks told in this window, summed, on the device."""

@@ -22,8 +22,9 @@ from torch import nn
 
 from sanctuary_trainer import batch as batches
 from sanctuary_trainer.callback import refuse_unknown_hooks
-from sanctuary_trainer.checkpointing import write_tensors
-from sanctuary_trainer.errors import CallbackError, DataError, TaskError
+from sanctuary_trainer.checkpointing import WEIGHTS, check_whole, read_state
+from sanctuary_trainer.errors import CallbackError, TaskError
+from sanctuary_trainer.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
     from sanctuary_trainer.run import Run
@@ -314,10 +315,7 @@ class VisionTask(nn.Module, ABC):
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = self.state_dict()
-        tied = {name: others[0] for name, others in _tied_names(own).items() if min(others) < name}
-        # As safetensors' own save_model does: of tied weights one is stored, and the metadata name the others.
-        write_tensors(path, {name: value for name, value in own.items() if name not in tied}, tied)
+        save_weights(self, path)
         return path
 
     def load_weights(self, path: str | Path, strict: bool = True) -> list[str]:
@@ -333,40 +331,35 @@ class VisionTask(nn.Module, ABC):
         Raises:
             DataError: the file is missing or broken, keys or shapes differ (strict), or not one key agrees.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        return load_weights(self, Path(path), strict)
 
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, /, **overrides: Any) -> Self:
+        """Make a task from a checkpoint: its saved hyper-parameters, then its weights.
+
+        Args:
+            path: a checkpoint's folder.
+            overrides: arguments of the constructor; they come before the saved ones. Modules are not saved as
+                hyper-parameters, so a task that takes its model as an argument is given it here.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or broken.
+            DataError: its weights are another task's.
+            TaskError: the constructor needs an argument that was neither saved nor given.
+        """
+        folder = Path(path)
+        check_whole(folder)
+        arguments = {**read_state(folder, "hparams").get("hparams", {}), **overrides}
         try:
-            found = load_file(str(path))
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"The weights {path} cannot be read: {error}") from error
-        own = self.state_dict()
-        shared = _tied_names(own)
-        for name, others in shared.items():
-            stored = next((other for other in others if other in found), None)
-            if name not in found and stored is not None:
-                found[name] = found[stored]
-        matching = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
-        reshaped = [
-            f"{n} ({tuple(found[n].shape)} in the file, {tuple(own[n].shape)} here)"
-            for n in found
-            if n in own and n not in matching
-        ]
-        missing = [name for name in own if name not in found]
-        foreign = [name for name in found if name not in own]
-        if not matching:
-            raise DataError(
-                f"The weights {path} share no key with {type(self).__name__}: the file has {_some(found)}, "
-                f"the task has {_some(own)}."
-            )
-        if strict and (reshaped or missing or foreign):
-            parts = [("missing in the file", missing), ("not in the task", foreign), ("of another shape", reshaped)]
-            told = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
-            raise DataError(
-                f"The weights {path} do not fit {type(self).__name__}: {told}. strict=False loads the rest."
-            )
-        self.load_state_dict(matching, strict=False)
-        return [*missing, *foreign, *(text.split(" ", 1)[0] for text in reshaped)]
+            inspect.signature(cls.__init__).bind(None, **arguments)
+        except TypeError as error:
+            raise TaskError(
+                f"{cls.__qualname__} cannot be made from {folder}: {error}. Call save_hyperparameters() in __init__, "
+                "or give what is missing: load_from_checkpoint(path, name=...)."
+            ) from None
+        task = cls(**arguments)
+        task.load_weights(folder / WEIGHTS)
+        return task
 
 
 def _asleep(module: nn.Module, ancestor_asleep: bool) -> Iterable[nn.Module]:
@@ -389,18 +382,3 @@ def _detached(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_detached(item) for item in value)
     return value
-
-
-def _tied_names(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """For each key whose tensor is stored under other keys too, those keys."""
-    by_storage: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
-    for name, tensor in state.items():
-        if tensor.numel():
-            key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape))
-            by_storage.setdefault(key, []).append(name)
-    return {name: [n for n in names if n != name] for names in by_storage.values() if len(names) > 1 for name in names}
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

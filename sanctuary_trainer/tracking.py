@@ -3,7 +3,10 @@
     Tracking(run_dir, ...)   open the files, write the hyper-parameters          main process; nothing elsewhere
       log(values, step)      one event and one JSON line                         the line at once, events every 30 s
       log_images(...)        one grid
+    reached()                bring all of it to the disk; how far the files have come, for a checkpoint
     close(status)            end the session, flush, close
+
+A run that is continued cuts its files to what they were at the checkpoint: what was written after it comes again.
 
 A tracker that cannot write (disk full) ends the run with its own error: a curve with a hole in it would be worse.
 """
@@ -24,8 +27,11 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
+from sanctuary_trainer.checkpointing import to_disk
 from sanctuary_trainer.errors import SettingsError
-from sanctuary_trainer.event_file import EventFile, image_grid
+from sanctuary_trainer.event_file import EventFile, event_files, image_grid
+
+LINES = "metrics.jsonl"
 
 
 class Tracking:
@@ -38,26 +44,40 @@ class Tracking:
         is_main: whether this process writes. accelerate's trackers are told everything on every process and decide
             for themselves.
         hparams: shown beside the metrics; never changed. See `flatten_hparams`.
+        reached: what `reached()` gave at the checkpoint from which the run goes on; None at a run's start, when files
+            of a former attempt are emptied.
+        step: the step from which on there are no values yet.
 
     Raises:
         SettingsError: for a `log_with` that is unknown or not installed.
         OSError: from any method, when a file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, *, log_with: Any, is_main: bool, hparams: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        log_with: Any,
+        is_main: bool,
+        hparams: Mapping[str, Any],
+        reached: Mapping[str, Any] | None = None,
+        step: int = 0,
+    ) -> None:
         names = check_log_with(log_with)
         self._lines: TextIO | None = None
         self._board: EventFile | None = None
-        self._last_step: int | None = None
+        self._run_dir = run_dir
+        self._last_step: int | None = None if reached is None else reached["last_step"]
         self.trackers: list[Any] = []
         flat = flatten_hparams(hparams)
         with ExitStack() as opened:
             opened.callback(self.close, "failure")
             if is_main:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+                begun = cut_files(run_dir, {} if reached is None else reached["bytes"])
+                self._lines = (run_dir / LINES).open("a", encoding="utf-8", buffering=1)
                 if "tensorboard" in names:
-                    self._board = EventFile(run_dir, flat)
+                    self._board = EventFile(run_dir, flat, from_step=step if begun else None)
             for tracker in (_accelerate_tracker(name, run_dir) for name in names if name != "tensorboard"):
                 tracker.start()
                 self.trackers.append(tracker)
@@ -98,6 +118,15 @@ class Tracking:
             if hasattr(tracker, "log_images"):
                 tracker.log_images({name: [grid]}, step=step)
 
+    def reached(self) -> dict[str, Any]:
+        """Bring what was written to the disk, and tell how far the files have come."""
+        if self._board is not None:
+            self._board.flush()
+        files = written_files(self._run_dir) if self._lines is not None else []
+        for file in files:
+            to_disk(file)
+        return {"last_step": self._last_step, "bytes": {file.name: file.stat().st_size for file in files}}
+
     def close(self, status: str = "success") -> None:
         """Write everything that is pending and close. status: "success", "failure" or "unknown"."""
         lines, board, trackers = self._lines, self._board, self.trackers
@@ -109,6 +138,26 @@ class Tracking:
                 stack.callback(board.close, status)
             if lines is not None:
                 stack.callback(lines.close)
+
+
+def written_files(run_dir: Path) -> list[Path]:
+    """What this package's trackers have written into a run's folder."""
+    return [path for path in (run_dir / LINES, *event_files(run_dir)) if path.is_file()]
+
+
+def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> bool:
+    """Cut the trackers' files to these sizes in bytes; those that have none are emptied, or removed.
+
+    Returns:
+        Whether there was anything: who reads the curves at the same time must be told that they begin anew.
+    """
+    files = written_files(run_dir)
+    for file in files:
+        if file.name in sizes:
+            os.truncate(file, min(sizes[file.name], file.stat().st_size))
+        else:
+            file.unlink()
+    return bool(files)
 
 
 def check_log_with(log_with: Any) -> list[Any]:
