@@ -37,6 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
 from sanctuary_trainer.owners import initial_seeds, length, set_epoch, tell_again
 from sanctuary_trainer.reading import (
+    BEGINNING,
     NONE,
     Fetched,
     MapReader,
@@ -44,6 +45,7 @@ from sanctuary_trainer.reading import (
     Places,
     Reader,
     Source,
+    Start,
     StreamReader,
     no_position,
     nothing,
@@ -51,7 +53,7 @@ from sanctuary_trainer.reading import (
 )
 from sanctuary_trainer.seeding import READ, Generators, mix
 
-__all__ = ["Dispatcher", "Fetched", "RankLoader"]
+__all__ = ["BEGINNING", "Dispatcher", "Fetched", "RankLoader", "Start"]
 
 
 class Dispatcher(Protocol):
@@ -181,7 +183,9 @@ class RankLoader:
         seeds = initial_seeds(self._reader.drawing())
         return {"samples": self.num_samples, "rounds": self.num_rounds, "batch size": self.batch_size, "seeds": seeds}
 
-    def epoch(self, epoch: int, *, start_samples: int = 0, limit: int | None = None) -> Generator[Fetched, None, None]:
+    def epoch(
+        self, epoch: int, *, start: Start = BEGINNING, limit: int | None = None
+    ) -> Generator[Fetched, None, None]:
         """Read one epoch, or its first `limit` rounds.
 
         Sized data gives exactly min(num_rounds, limit) items on every rank, with batch=None where a rank has nothing.
@@ -190,19 +194,18 @@ class RankLoader:
 
         Args:
             epoch: from 0.
-            start_samples: samples of this epoch that are used up, over all ranks; they are not read, and the rest is
-                dealt anew. Sized data with known batch sizes only.
+            start: where this epoch is continued: what is used up is not given again, and the rest is dealt anew.
             limit: rounds at most.
 
         Raises:
             DataError: a length turned out to be wrong; an iterator is read twice.
-            NotSupportedError: start_samples where the data has no position.
+            NotSupportedError: it is to be continued where the data has no position.
             RankError: rank 0 failed while it read for this rank.
         """
         if self._dispatch is None:
-            return self._reader.open(epoch, start_samples, limit)
+            return self._reader.open(epoch, start, limit)
         if self._dispatch.rank == 0:
-            return self._deal(self._dispatch, epoch, start_samples, limit)
+            return self._deal(self._dispatch, epoch, start, limit)
         return _receive(self._dispatch)
 
     def close(self) -> None:
@@ -210,12 +213,12 @@ class RankLoader:
         self._reader.close()
 
     def _deal(
-        self, dispatch: Dispatcher, epoch: int, start_samples: int, limit: int | None
+        self, dispatch: Dispatcher, epoch: int, start: Start, limit: int | None
     ) -> Generator[Fetched, None, None]:
         ranks = dispatch.world_size
         batches = limit if limit is None or isinstance(self._reader, MapReader) else limit * ranks
         with _telling(dispatch):
-            read = self._reader.open(epoch, start_samples, batches)
+            read = self._reader.open(epoch, start, batches)
         with closing(read):
             last = False
             while not last:
@@ -259,9 +262,9 @@ class _BatchesReader(Reader):
         batches = length(self._batches)
         return None if batches is None else -(-batches // self._part.dealt)
 
-    def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
-        if start_samples:
-            raise no_position(self._name, start_samples, "it is an iterable of batches of unknown size")
+    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
+        if start != BEGINNING:
+            raise no_position(self._name, start.samples, "it is an iterable of batches of unknown size")
         if self._read_before and isinstance(self._batches, Iterator):
             raise DataError(
                 f"The {self._name} loader is an iterator, which can be read only once. Give a list, a DataLoader or an "

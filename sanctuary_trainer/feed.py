@@ -10,12 +10,13 @@ is read ahead unless the end of a stream has to be known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from sanctuary_trainer.batch import move
-from sanctuary_trainer.data import Fetched, RankLoader
+from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 
 
 class Feed:
@@ -25,7 +26,7 @@ class Feed:
         loader: the loader of this rank.
         device: where batches go.
         epoch: number of the epoch, for order and seeds.
-        start_samples: samples of the epoch that are used already.
+        start: where the epoch is continued.
         limit: rounds at most; None for all.
         non_blocking: let copies run while the host goes on.
         channels_last: bring image batches (4 dimensions) into that memory format.
@@ -39,7 +40,7 @@ class Feed:
         device: torch.device,
         *,
         epoch: int = 0,
-        start_samples: int = 0,
+        start: Start = BEGINNING,
         limit: int | None = None,
         non_blocking: bool = True,
         channels_last: bool = False,
@@ -52,7 +53,8 @@ class Feed:
         self.taken = 0
         self.window, self.owed = 0, 0  # rounds of a window, and those that the others will still take in this one
         self.dealt, self._first_batch = dealt, first_batch
-        self._fetched: Iterator[Fetched] = loader.epoch(epoch, start_samples=start_samples, limit=limit)
+        self._fetched: Iterator[Fetched] = loader.epoch(epoch, start=start, limit=limit)
+        self._reached: Callable[[], Any] | None = None if start.reached is None else lambda: start.reached
         self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._used: torch.cuda.Event | None = None  # when the batches before the present one are done with
@@ -68,6 +70,7 @@ class Feed:
         """The next round; its batch is None when this rank has nothing in it."""
         if self._simple:
             fetched = next(self._fetched)
+            self._reached = fetched.reached
             self.taken += 1
             self.owed -= 1
             self.more = self.taken < self.rounds  # type: ignore[operator]
@@ -80,6 +83,7 @@ class Feed:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._copies)
             self._used = compute.record_event()
+        self._reached = ahead.reached
         self.taken += 1
         self.owed -= 1
         if self.rounds is None:
@@ -92,6 +96,14 @@ class Feed:
     def batch_idx(self) -> int:
         """The number, in this rank's epoch, of the batch that was taken last."""
         return self._first_batch + self.taken - 1
+
+    @property
+    def reached(self) -> Any:
+        """Where the data stands after the round that was taken last, as plain data: `Start.reached` of what follows.
+
+        None where the samples used say it all.
+        """
+        return None if self._reached is None else self._reached()
 
     def begin_window(self, rounds: int) -> None:
         """All ranks will take so many rounds, or as many as there are."""

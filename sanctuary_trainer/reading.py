@@ -61,6 +61,23 @@ class Places(NamedTuple):
         return keys if self.rank is None else [(*key, self.rank) for key in keys]
 
 
+class Start(NamedTuple):
+    """Where an epoch is continued; by default at its beginning.
+
+    Attributes:
+        samples: samples of the epoch that are used up, over all ranks.
+        rounds: rounds of it that are done.
+        reached: what `Feed.reached` gave then, on this rank; on another number of ranks than then, on rank 0.
+    """
+
+    samples: int = 0
+    rounds: int = 0
+    reached: Any = None
+
+
+BEGINNING = Start()
+
+
 class Fetched(NamedTuple):
     """What one rank gets in one round.
 
@@ -70,6 +87,7 @@ class Fetched(NamedTuple):
         places: where the samples stand; of a batch of unknown size there is one place.
         size: samples of this rank; None when unknown (ask the task).
         total: samples of the round over all ranks; None when unknown.
+        reached: gives where the data stands after this round, as plain data; None where the samples used tell it.
     """
 
     batch: Any
@@ -77,6 +95,7 @@ class Fetched(NamedTuple):
     places: Places
     size: int | None
     total: int | None
+    reached: Callable[[], Any] | None = None
 
     @property
     def keys(self) -> list[tuple[int, ...]]:
@@ -164,7 +183,7 @@ class Reader(ABC):
         """What draws the order that must be alike on all ranks."""
 
     @abstractmethod
-    def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
+    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
         """Read one epoch: for each round one item per rank in `Part.mine`."""
 
     @abstractmethod
@@ -331,13 +350,13 @@ class MapReader(Reader):
     def drawing(self) -> list[Any]:
         return self._source.samplers()
 
-    def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
-        if start_samples and not self.sized:
-            raise no_position(self._source.name, start_samples, "the number of its samples is not known")
+    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
+        if start.samples and self._part.counted_by is not None:
+            raise no_position(self._source.name, start.samples, "each rank has data of its own")
         set_epoch(self._source.datasets(), epoch)
         self._fetch.generators.look_up_anew()
         take = self._draw(0 if self._same_order else epoch)
-        send = self._send(take, epoch, start_samples, limit)
+        send = self._send(take, epoch, start.samples, limit)
         self._lists.begin = lambda: send
         return self._read(epoch)
 
@@ -546,9 +565,9 @@ class StreamReader(Reader):
     def drawing(self) -> list[Any]:
         return self._source.datasets()
 
-    def open(self, epoch: int, start_samples: int, limit: int | None) -> Generator[Fetched, None, None]:
-        if start_samples:
-            raise no_position(self._source.name, start_samples, "it is a stream, which can only be read from its start")
+    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
+        if start != BEGINNING:
+            raise no_position(self._source.name, start.samples, "it is a stream, which can only be read from its start")
         epoch = 0 if self._same_order else epoch
         set_epoch(self._stream.datasets, epoch)
         self._stream.samples_read[:] = [-1] * len(self._stream.samples_read)

@@ -16,7 +16,7 @@ import torch
 
 from sanctuary_trainer.callback import Callbacks
 from sanctuary_trainer.clock import Clock
-from sanctuary_trainer.data import Fetched, RankLoader
+from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.executor import Executor, Window
 from sanctuary_trainer.feed import Feed, limited
@@ -95,6 +95,7 @@ class Run:
         self.ends_epoch = False
         self.monitors_checked = False
         self.compiled: list[torch.nn.Module] = []  # what this run compiled
+        self.reached: Any = None  # where a stream of a continued epoch stands
 
     # What callbacks and tasks use
 
@@ -225,13 +226,13 @@ class Run:
         stage = "val" if self.stage == "sanity" else self.stage
         return f"{stage}/{self.loader_name}" if self.loader_name and stage != "train" else stage
 
-    def feed(self, loader: RankLoader, *, start_samples: int = 0, limit: int | None = None) -> Feed:
+    def feed(self, loader: RankLoader, *, start: Start = BEGINNING, limit: int | None = None) -> Feed:
         """The batches of the running epoch, or of an evaluation, on this rank's device."""
         return Feed(
             loader,
             self.device,
             epoch=self.state.epoch if self.stage == "train" else 0,
-            start_samples=start_samples,
+            start=start,
             limit=limit,
             non_blocking=self.settings["non_blocking"],
             channels_last=self.settings["channels_last"],

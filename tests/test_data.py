@@ -33,7 +33,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from sanctuary_trainer.data import Fetched, RankLoader
+from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -132,13 +132,15 @@ def make_ranks(make: Callable[[], Any], ranks: int, seed: int = 0, **kwargs: Any
 
 
 def read(
-    make: Callable[[], Any], ranks: int, epoch: int = 0, start_samples: int = 0, limit: int | None = None, **kwargs: Any
+    make: Callable[[], Any],
+    ranks: int,
+    epoch: int = 0,
+    start: Start = BEGINNING,
+    limit: int | None = None,
+    **kwargs: Any,
 ) -> list[list[Fetched]]:
     """What each rank is given in one epoch."""
-    return [
-        list(loader.epoch(epoch, start_samples=start_samples, limit=limit))
-        for loader in make_ranks(make, ranks, **kwargs)
-    ]
+    return [list(loader.epoch(epoch, start=start, limit=limit)) for loader in make_ranks(make, ranks, **kwargs)]
 
 
 def samples(fetched: Fetched) -> list[Any]:
@@ -596,7 +598,7 @@ def test_an_epoch_goes_on_where_it_stopped_on_any_number_of_ranks(
     first = read(make, before, epoch=2, limit=rounds)
     used = len(everything(first))
     loaders = make_ranks(make, after)
-    rest = [list(loader.epoch(2, start_samples=used)) for loader in loaders]
+    rest = [list(loader.epoch(2, start=Start(used))) for loader in loaders]
     assert in_order(first) + in_order(rest) == alone(make, epoch=2)
     assert [key for rank in rest for fetched in rank for key in fetched.keys if key[0] < used] == []
     assert not {index for loader in loaders for index in loader._reader._source.dataset.read} & set(everything(first))  # type: ignore[attr-defined]
@@ -604,7 +606,7 @@ def test_an_epoch_goes_on_where_it_stopped_on_any_number_of_ranks(
 
 def test_a_continued_epoch_draws_what_the_uninterrupted_one_drew() -> None:
     whole = read(drawing_loader, 2, epoch=1)
-    rest = read(drawing_loader, 2, epoch=1, start_samples=8)
+    rest = read(drawing_loader, 2, epoch=1, start=Start(8))
     assert [[fetched.batch for fetched in rank] for rank in rest] == [
         [fetched.batch for fetched in rank[1:]] for rank in whole
     ]
@@ -616,21 +618,20 @@ def test_whole_batches_go_on_inside_a_batch() -> None:
 
     order = alone(make)
     for start in range(10):
-        assert in_order(read(make, 2, start_samples=start)) == order[start:]
+        assert in_order(read(make, 2, start=Start(start))) == order[start:]
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda: DataLoader(Stream(21), 4),
-        lambda: DataLoader(Numbers(21), 4, sampler=Endless()),
         lambda: DataLoader(Rows(), batch_size=None, sampler=range(7)),
         lambda: [torch.zeros(4)],
     ],
 )
 def test_data_without_a_position_cannot_go_on(make: Callable[[], Any]) -> None:
     with pytest.raises(NotSupportedError, match="epoch of the train loader cannot be continued at sample 4"):
-        read(make, 1, start_samples=4)
+        read(make, 1, start=Start(4))
 
 
 def test_overfitting_reads_the_same_samples_in_the_order_of_the_data_set() -> None:

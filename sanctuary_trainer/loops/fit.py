@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from sanctuary_trainer.data import Start
 from sanctuary_trainer.loops.boundaries import end_epoch, train_step
 from sanctuary_trainer.loops.evaluate import evaluate
 
@@ -51,8 +52,12 @@ def train_epoch(run: Run) -> None:
     executor.follow_frozen()
     executor.begin()
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
-    limit = plan.rounds_left(state, loader.num_samples is not None) if loader.sized else run.train_limit
-    with closing(run.feed(loader, start_samples=state.samples, limit=limit)) as feed:
+    limit = plan.rounds_left(state, loader.num_samples is not None)
+    if not loader.sized:
+        limit = None if run.train_limit is None else run.train_limit - state.batch
+    start = Start(state.samples, state.batch, run.reached)
+    with closing(run.feed(loader, start=start, limit=limit)) as feed:
+        run.reached = None
         goes_on, ends = feed.more or not feed.sized, False  # of a stream the first window tells
         run.clock.start()
         try:
