@@ -19,6 +19,7 @@ from sanctuary_trainer.data import RankLoader
 from sanctuary_trainer.devices import launcher_compile
 from sanctuary_trainer.errors import DataError, NotSupportedError, RunFolderError, SettingsError, TaskError
 from sanctuary_trainer.feed import limited
+from sanctuary_trainer.finding import RUN, newest_run
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.settings import limit_rounds
@@ -292,24 +293,33 @@ def compile_children(run: Run) -> None:
             run.compiled.append(child)
 
 
-def make_run_dir(run: Run) -> Path:
+def make_run_dir(run: Run, continued: Path | None, resumes: bool) -> Path:
     """The run's folder, made by rank 0; the others learn its name.
+
+    Args:
+        run: the run.
+        continued: the folder of the run that goes on; None where there is none.
+        resumes: whether a run may be continued, so that a folder of the name may hold what is left of it.
 
     Raises:
         RunFolderError: the folder cannot be made, or holds another run.
     """
-    project_dir, run_name = run.settings["project_dir"], run.settings["run_name"]
+    project_dir, run_name = Path(run.settings["project_dir"]), run.settings["run_name"]
     if run.settings["fast_dev_run"]:
         return run.devices.on_main(lambda: Path(tempfile.mkdtemp(prefix="fast_dev_run_")))
-    if run_name is not None:
-        return run.devices.on_main(lambda: claim(Path(project_dir) / run_name))
-    return run.devices.on_main(lambda: _numbered(Path(project_dir), type(run.task).__name__.lower()))
+    if run_name is None:
+        name = type(run.task).__name__.lower()
+        return run.devices.on_main(lambda: continued or _numbered(project_dir, name))
+    folder = project_dir / run_name
+    if resumes and (run.continued is None or (continued is not None and continued.resolve() == folder.resolve())):
+        return run.devices.on_main(lambda: folder if (folder / RUN).exists() else claim(folder))
+    return run.devices.on_main(lambda: claim(folder))
 
 
 def _numbered(project_dir: Path, name: str) -> Path:
     """A new folder `name-1`, or with the number after the last."""
-    taken = [path.name.rpartition("-")[2] for path in project_dir.glob(f"{name}-*")]
-    number = max((int(text) for text in taken if text.isdigit()), default=0)
+    last = newest_run(project_dir, name)
+    number = 0 if last is None else int(last.name.rpartition("-")[2])
     while True:  # another run may take the number in between: mkdir says so
         number += 1
         folder = project_dir / f"{name}-{number}"

@@ -4,7 +4,8 @@
     decode(skeleton, tensors)     -> the value
 
 What JSON does not have is tagged: {"$tensor": name}, {"$complex": name}, {"$tuple": [...]},
-{"$dict": [[key, value], ...]}, {"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": text}.
+{"$dict": [[key, value], ...]}, {"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": text},
+{"$set": [...]}, {"$frozenset": [...]}, {"$counter": [[key, number], ...]}, {"$dtype": "bfloat16"}.
 
 A checkpoint is a folder, written whole or not at all:
 
@@ -27,6 +28,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
@@ -46,8 +48,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     """The JSON skeleton of a value of any nesting.
 
     Args:
-        value: numbers, strings, bytes, None, tensors, numpy arrays and scalars, paths, lists, tuples (named ones become
-            tuples), mappings and dataclasses (become dicts).
+        value: numbers, strings, bytes, None, tensors, torch's dtypes, numpy arrays and scalars, paths, lists, tuples
+            (named ones become tuples), sets, counters, mappings and dataclasses (become dicts).
         tensors: takes the tensors; filled.
         name: where in the whole this value stands.
 
@@ -59,8 +61,10 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     if isinstance(value, float) and type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.Tensor):
-        tensors[name] = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        return {"$complex" if value.is_complex() else "$tensor": name}
+        own = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        return {"$complex" if value.is_complex() else "$tensor": _keep(own, tensors, name)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, PurePath):
@@ -69,17 +73,33 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
         return [encode(item, tensors, f"{name}.{place}") for place, item in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [encode(item, tensors, f"{name}.{place}") for place, item in enumerate(value)]}
+    if isinstance(value, set | frozenset):  # a set has no order of its own, and equal ones are to give equal bytes
+        items = encode(sorted(value, key=repr), tensors, name)
+        return {"$frozenset" if isinstance(value, frozenset) else "$set": items}
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, Mapping | type):
         value = {field: getattr(value, field) for field in value.__dataclass_fields__}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
-        pairs = [
-            [encode(k, tensors, f"{name}.{n}k"), encode(v, tensors, f"{name}.{n}")]
-            for n, (k, v) in enumerate(value.items())
-        ]
-        return {"$dict": pairs}
+        return _encode_mapping(value, tensors, name)
     return _encode_numpy(value, tensors, name)
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], name: str) -> Any:
+    counter = isinstance(value, Counter)  # a plain dict would not count: MultiStepLR's milestones are one
+    if not counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
+    pairs = [
+        [encode(key, tensors, f"{name}.{n}k"), encode(item, tensors, f"{name}.{n}")]
+        for n, (key, item) in enumerate(value.items())
+    ]
+    return {"$counter" if counter else "$dict": pairs}
+
+
+def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> str:
+    """Take the tensor under that name, or one near it: {"a.b": x} and {"a": {"b": y}} would have the same."""
+    while name in tensors:
+        name += "'"
+    tensors[name] = tensor
+    return name
 
 
 def _encode_numpy(value: Any, tensors: dict[str, torch.Tensor], name: str) -> Any:
@@ -87,13 +107,13 @@ def _encode_numpy(value: Any, tensors: dict[str, torch.Tensor], name: str) -> An
 
     if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         array = numpy.array(value)
-        tensors[name] = torch.from_numpy(numpy.atleast_1d(array)).reshape(array.shape)
-        return {"$numpy": name, "scalar": isinstance(value, numpy.generic)}
+        own = torch.from_numpy(numpy.atleast_1d(array)).reshape(array.shape)
+        return {"$numpy": _keep(own, tensors, name), "scalar": isinstance(value, numpy.generic)}
     if isinstance(value, numpy.str_):
         return str(value)
     raise DataError(
         f"{name.strip('.') or 'The value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-        "written; numbers, strings, bytes, paths, tensors, arrays, and lists, tuples and dicts of these can."
+        "written; numbers, strings, bytes, paths, tensors, arrays, and lists, tuples, sets and dicts of these can."
     )
 
 
@@ -125,6 +145,14 @@ def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(decode(item, tensors) for item in content)
         case "$dict":
             return {decode(key, tensors): decode(item, tensors) for key, item in content}
+        case "$counter":
+            return Counter({decode(key, tensors): decode(item, tensors) for key, item in content})
+        case "$set":
+            return {decode(item, tensors) for item in content}
+        case "$frozenset":
+            return frozenset(decode(item, tensors) for item in content)
+        case "$dtype" if isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
         case "$path":
             return Path(content)
         case "$float":
@@ -143,11 +171,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         path: the file.
         tensors: by name.
         metadata: one entry at most: safetensors writes several in an order that differs from run to run.
+
+    Raises:
+        OSError: it could not be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with _beside(path) as beside:
-        save_file(_each_its_own(tensors), beside, dict(metadata or {}))
+        try:
+            save_file(_each_its_own(tensors), beside, dict(metadata or {}))
+        except SafetensorError as error:  # what the system said is in it (no space left), without its number
+            raise OSError(f"{path}: {error}") from error
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -161,10 +196,17 @@ def _beside(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield beside
+        os.chmod(beside, 0o666 & ~_umask())  # safetensors lets nobody else read what it writes
         to_disk(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -209,12 +251,13 @@ def read_tensors(path: Path, only_metadata: bool = False) -> tuple[dict[str, tor
 # Checkpoints
 
 
-def write_checkpoint(folder: Path, owner: str, fill: Callable[[Path], None]) -> None:
+def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: Callable[[Path], None]) -> None:
     """Write a checkpoint whole or not at all; a former one of this name stays until the new one is complete.
 
     Args:
         folder: the checkpoint; its parent is made when it is missing.
         owner: the run's id, which tells its unfinished folders from those of others.
+        about: what is to be known of it without reading it; stands in the manifest.
         fill: writes the files into the folder that it is given.
 
     Raises:
@@ -228,7 +271,7 @@ def write_checkpoint(folder: Path, owner: str, fill: Callable[[Path], None]) -> 
         fill(beside)
         files = sorted(path for path in beside.rglob("*") if path.is_file())
         listed = {path.relative_to(beside).as_posix(): _sealed(path) for path in files}
-        write_file(beside / MANIFEST, json.dumps({"format": FORMAT, "files": listed}, indent=1).encode())
+        write_file(beside / MANIFEST, json.dumps({"format": FORMAT, **about, "files": listed}, indent=1).encode())
         for inner in (*(path for path in beside.rglob("*") if path.is_dir()), beside):
             to_disk(inner)
         if folder.is_dir():  # a name cannot be given to a second folder: for a moment the former has none
@@ -334,10 +377,8 @@ def read_state(folder: Path, *names: str) -> dict[str, Any]:
     return state
 
 
-def write_rank(folder: Path, rank: int, state: Any) -> None:
-    """Write what one rank alone knows, its skeleton in the file's metadata."""
-    tensors: dict[str, torch.Tensor] = {}
-    skeleton = encode(state, tensors, "rank")
+def write_rank(folder: Path, rank: int, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write what one rank alone knows, encoded; its skeleton stands in the file's metadata."""
     write_tensors(folder / _rank_file(rank), tensors, {"state": json.dumps(skeleton, allow_nan=False)})
 
 

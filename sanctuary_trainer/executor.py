@@ -76,6 +76,7 @@ class Executor:
         self._expected = self._share = 1.0
         self._weight = 0.0
         self._samples = self._batches = 0
+        self._save = False
         self._carried = NOTHING
         self.late = False  # whether what is told in this window is read in the next one
         self._before: tuple[torch.Tensor, torch.Event | None] | None = None  # what the window before told, if late
@@ -161,6 +162,7 @@ class Executor:
         """
         step = None if join else partial(self.task.training_step, batch, batch_idx)
         carried = NOTHING
+        self._save = save
         if sync and self._several:
             flags = (float(more), float(stop), float(failed), float(save))
             self._carried = carried = [0.0, float(self._samples), float(self._batches), *flags]
@@ -215,7 +217,7 @@ class Executor:
         if not self._several:
             actual = self._weight
             factor = None if actual == self._expected or not actual else self._expected / actual
-            return Window(actual > 0, factor, self._samples, self._batches, False, False, False, False)
+            return Window(actual > 0, factor, self._samples, self._batches, False, False, False, self._save)
         told = self._told()
         # Summing the ranks' weights rounds (8 / 3 + 8 / 3 + 8 / 3): a factor this near to 1 is taken for 1.
         rounding = 8 * torch.finfo(told.dtype).eps

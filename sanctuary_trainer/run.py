@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sanctuary_trainer.callback import Callbacks
+from sanctuary_trainer.checkpointing import remove_checkpoint
 from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
@@ -24,10 +26,20 @@ from sanctuary_trainer.metrics import is_metric_or_collection
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
+from sanctuary_trainer.signals import Signals
 from sanctuary_trainer.state import RunState
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.telling import Telling
 from sanctuary_trainer.tracking import Tracking
+
+
+class Request(NamedTuple):
+    """A checkpoint that was asked for; see `Run.save_checkpoint`."""
+
+    folder: Path
+    weights_only: bool
+    pretrained: bool
+    done: Callable[[Path | None, str | None], None] | None
 
 
 class Run:
@@ -51,6 +63,11 @@ class Run:
         train_loader, evaluation_loaders: the loaders of this rank; evaluation loaders by name ("" for a single one).
         loader_name: the evaluation loader that is being read.
         evaluation_rounds: rounds of the running evaluation or prediction; None when unknown.
+        variants: name -> makes a context in which the task holds other weights; filled by callbacks in `on_fit_start`.
+            Each validation is repeated inside, the values of it are `val/accuracy_NAME` beside `val/accuracy`, and
+            afterwards the task's metric objects are as before. `on_evaluation_batch_end` is not fired there, and
+            nothing that communicates may stand in the context.
+        variant: the name of the variant that a validation is being repeated with, else "".
         batch_samples: samples of the batch that is being worked on; None when unknown or between batches.
         execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
             replace it in `on_fit_start` by a function of the same arguments that calls it.
@@ -58,6 +75,11 @@ class Run:
         telling: how this rank tells the others that it failed.
         ends_epoch: whether the run is at what falls on the end of an epoch.
         validated: whether a validation has taken place in this fit; sanity validation does not count.
+        run_id: tells this run from others, also in a folder that several share; the same after a resume.
+        save_asked: at a save point, whether somebody asked for one with `save_soon`; the same on all ranks.
+        at_boundary: whether a checkpoint written now could be continued exactly; the same on all ranks in
+            `on_exception`.
+        best_checkpoint: the best checkpoint so far, or the last where nothing is watched; set by `Checkpoint`.
     """
 
     execute: Callable[..., tuple[torch.Tensor, float] | None]
@@ -83,6 +105,8 @@ class Run:
         self.evaluation_limits: dict[str, int | None] = {}
         self.loader_name = ""
         self.evaluation_rounds: int | None = None
+        self.variants: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        self.variant = ""
         self.batch_samples: int | None = None
         self.deadline: float | None = None
         self._stop: str | None = None
@@ -95,7 +119,19 @@ class Run:
         self.ends_epoch = False
         self.monitors_checked = False
         self.compiled: list[torch.nn.Module] = []  # what this run compiled
+        self.signals = Signals()
+        self.run_id, self.attempt = "", 0
+        self.continued: Path | None = None  # the checkpoint that this run goes on from,
+        self.saved: dict[str, Any] = {}  # what it tells of the run,
+        self.generators: dict[str, Any] | None = None  # and the generators of this rank
+        self.began = time.monotonic()  # earlier by what former attempts took
+        self.requests: list[Request] = []  # checkpoints that were asked for at this save point
+        self.saves_soon = self.save_asked = False
+        self.at_boundary = False
+        self.owes_evaluation = False  # of a step that is made: a checkpoint of now has it before it
         self.reached: Any = None  # where a stream of a continued epoch stands
+        self.epoch_feed: Feed | None = None  # of the running epoch
+        self.best_checkpoint: Path | None = None
 
     # What callbacks and tasks use
 
@@ -162,6 +198,39 @@ class Run:
         if self._stop is None:
             self._stop = reason
 
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        *,
+        weights_only: bool = False,
+        pretrained: bool = True,
+        done: Callable[[Path | None, str | None], None] | None = None,
+    ) -> None:
+        """Ask for a checkpoint, on all ranks alike, in `on_save_point` or, where `at_boundary`, in `on_exception`.
+
+        It is written when all callbacks have run. One that cannot be written leaves the former one as it is: a warning
+        while the run goes on, a `CheckpointError` on every rank when it was the run's last. Weights that are not finite
+        are not written, with a warning.
+
+        Args:
+            folder: the checkpoint; a relative one lies in the run's folder. One of this run is replaced; where another
+                run has that name, a number is added.
+            weights_only: nothing but the weights, so that no run can go on from it.
+            pretrained: also call `save_pretrained` of the task's transformers models.
+            done: called on all ranks with the path that was written, or None and the reason.
+        """
+        assert self.run_dir is not None
+        self.requests.append(Request(self.run_dir / folder, weights_only, pretrained, done))
+
+    def remove_checkpoint(self, folder: Path) -> None:
+        """Remove a checkpoint of this run, on rank 0; does nothing where there is none."""
+        if self.is_main:
+            remove_checkpoint(folder, self.run_id)
+
+    def save_soon(self) -> None:
+        """Ask, on any rank, for a save point with `save_asked`: all ranks come to it at the same step."""
+        self.saves_soon = True
+
     def log(
         self,
         name: str,
@@ -201,7 +270,12 @@ class Run:
     def log_image(self, name: str, images: Any) -> None:
         """Show images in the tracker; see `VisionTask.log_image`. Rank 0's are shown; nothing in sanity validation."""
         if self.tracking is not None and self.stage != "sanity":
-            self.tracking.log_images(self.full_name(name), images, self.state.global_step)
+            full = self.full_name(name) + (f"_{self.variant}" if self.variant else "")
+            self.tracking.log_images(full, images, self.state.global_step)
+
+    def keep_epoch(self, name: str) -> None:
+        """Keep the value over the epoch, too, of a full name that the task logs per step alone: as `name_epoch`."""
+        self.records.keep_epoch([name])
 
     def full_name(self, name: str) -> str:
         """`name` with the prefix of its stage, unless it has a "/"."""
@@ -308,7 +382,7 @@ class Run:
         """Whether this rank asks for the end of the run."""
         if self.deadline is not None and self._stop is None and time.monotonic() >= self.deadline:
             self._stop = "max_time"
-        return self._stop is not None
+        return self._stop is not None or self.signals.received is not None
 
     def settle_stop(self, asked: bool | None = None) -> None:
         """Obey a stop that any rank asked for, on all ranks alike.
@@ -320,9 +394,12 @@ class Run:
             asked = self.wants_stop
         elif asked is None:
             asked = self.devices.agree([float(self.wants_stop)])[0] > 0
-        if asked and self.state.stop_reason is None and self.plan.may_stop(self.state):
-            reasons = [reason for reason in self.devices.gather_objects(self._stop) if reason is not None]
-            self.state.stop_reason = reasons[0] if reasons else None
+        if not asked or self.state.stop_reason is not None:
+            return
+        signals, reasons = zip(*self.devices.gather_objects((self.signals.received, self._stop)), strict=True)
+        if not self.plan.may_stop(self.state):
+            reasons = ()  # a signal does not wait for min_steps and min_epochs
+        self.state.stop_reason = next((reason for reason in (*signals, *reasons) if reason is not None), None)
 
     def evaluated(self) -> dict[str, float]:
         """The values of the evaluation loader that was just read, over all ranks."""

@@ -35,15 +35,27 @@ from sanctuary_trainer.building import (
 )
 from sanctuary_trainer.callback import Callback, Callbacks, with_defaults
 from sanctuary_trainer.devices import Devices
-from sanctuary_trainer.errors import NotSupportedError, TaskError
+from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.executor import Executor
+from sanctuary_trainer.finding import Chosen, open_run
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.optimization import Optimization
+from sanctuary_trainer.resuming import (
+    check_can_be_saved,
+    load_checkpoint,
+    look_up,
+    restore_run,
+    restore_task,
+    restore_training,
+    settle_boundary,
+    write_requested,
+)
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.seeding import seed_everything
 from sanctuary_trainer.settings import Limit, check_settings
+from sanctuary_trainer.signals import exit_status, is_signal
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.tracking import Tracking, check_log_with
 
@@ -57,12 +69,15 @@ class FitResult:
         stop_reason: "max_epochs", "max_steps", "max_time", or what somebody gave to `run.stop`.
         run_dir: the folder with the curves and `metrics.jsonl`.
         global_step: optimizer updates that were made.
+        best_checkpoint: the best checkpoint by the first `Checkpoint` that watches something, else the last one; None
+            where none was written.
     """
 
     metrics: dict[str, float]
     stop_reason: str
     run_dir: Path
     global_step: int
+    best_checkpoint: Path | None = None
 
 
 class Trainer:
@@ -165,29 +180,45 @@ class Trainer:
             val: the validation loader, or a list or dict of several, whose names become prefixes ("val/NAME/loss").
             data: any object with `train_dataloader()` and friends; `prepare_data()` (on one rank of each machine) and
                 `setup(stage)` are called where it has them.
-            resume: not supported yet.
+            resume: continue a run instead of starting one. "auto": from the newest whole checkpoint of the run
+                `run_name`, or without a name of this task's newest run; fresh where there is none. "last": the same,
+                and one must be there. A path: that checkpoint, or the newest of the run whose folder it is.
 
         Raises:
+            SystemExit: a signal (SIGTERM, SIGINT, SIGUSR1) ended the run; the status is 128 + its number.
+            CheckpointError: the checkpoint is missing, broken or of another task; or the last one could not be written.
             SettingsError: no limit of training was given, or a setting does not fit the data.
             DataError: there is no training loader, or it gives no batch.
             TaskError: the task cannot be trained as it is.
             RankError: another rank failed.
         """
-        if resume is not None:
-            raise NotSupportedError(f"resume={resume!r}: this version cannot continue a run. Leave resume out.")
-        with self._run("fit", task, {"train": train, "val": val}, data) as run:
+        if not isinstance(resume, str | Path | None):
+            raise SettingsError(f'resume={resume!r}; "auto", "last" or a path was expected.')
+        with self._run("fit", task, {"train": train, "val": val}, data, resume=resume) as run, run.signals.taken():
             fit(run)
-        assert run.run_dir is not None and run.state.stop_reason is not None
-        return FitResult(dict(run.metrics), run.state.stop_reason, run.run_dir, run.state.global_step)
+        reason = run.state.stop_reason
+        assert run.run_dir is not None and reason is not None
+        if is_signal(reason):
+            raise SystemExit(exit_status(reason))
+        return FitResult(dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint)
 
-    def validate(self, task: VisionTask, val: Any = None, *, data: Any = None) -> dict[str, float]:
-        """Evaluate a task with `validation_step`; returns the logged values, over all ranks, by full name."""
-        with self._run("validate", task, {"val": val}, data) as run:
+    def validate(
+        self, task: VisionTask, val: Any = None, *, data: Any = None, checkpoint: Any = None
+    ) -> dict[str, float]:
+        """Evaluate a task with `validation_step`; returns the logged values, over all ranks, by full name.
+
+        checkpoint: take the weights from there first: a checkpoint's folder, a file of weights, or what `fit` returned
+            (its best checkpoint).
+        """
+        with self._run("validate", task, {"val": val}, data, checkpoint=checkpoint) as run:
             return evaluate(run, "val")
 
-    def test(self, task: VisionTask, test: Any = None, *, data: Any = None) -> dict[str, float]:
-        """Evaluate a task with `test_step`; returns the logged values, over all ranks, by full name."""
-        with self._run("test", task, {"test": test}, data) as run:
+    def test(self, task: VisionTask, test: Any = None, *, data: Any = None, checkpoint: Any = None) -> dict[str, float]:
+        """Evaluate a task with `test_step`; returns the logged values, over all ranks, by full name.
+
+        checkpoint: as in `validate`.
+        """
+        with self._run("test", task, {"test": test}, data, checkpoint=checkpoint) as run:
             return evaluate(run, "test")
 
     def predict(
@@ -196,6 +227,7 @@ class Trainer:
         loader: Any = None,
         *,
         data: Any = None,
+        checkpoint: Any = None,
         return_predictions: bool = True,
         output_dir: str | Path | None = None,
     ) -> list[Any] | Predictions | None:
@@ -205,6 +237,7 @@ class Trainer:
             task: the task.
             loader: the loader; else `data`'s, else the task's own.
             data: as in `fit`.
+            checkpoint: as in `validate`.
             return_predictions: False: the outputs are only shown to `on_predict_batch_end`.
             output_dir: a new or empty folder to write the predictions to, in constant memory.
 
@@ -216,7 +249,7 @@ class Trainer:
             DataError: `predict_step` did not return one item per sample.
             RunFolderError: `output_dir` is not empty.
         """
-        with self._run("predict", task, {"predict": loader}, data) as run:
+        with self._run("predict", task, {"predict": loader}, data, checkpoint=checkpoint) as run:
             folder = None if output_dir is None else run.devices.on_main(lambda: claim(Path(output_dir)))
             [(name, ranked)] = run.evaluation_loaders.items()
             keep = return_predictions or folder is not None
@@ -226,7 +259,16 @@ class Trainer:
     # How a run is made
 
     @contextmanager
-    def _run(self, verb: str, task: VisionTask, loaders: dict[str, Any], data: Any) -> Iterator[Run]:
+    def _run(
+        self,
+        verb: str,
+        task: VisionTask,
+        loaders: dict[str, Any],
+        data: Any,
+        *,
+        resume: str | Path | None = None,
+        checkpoint: Any = None,
+    ) -> Iterator[Run]:
         settings = dict(self.settings)
         check_task(task, verb)
         if verb == "fit":
@@ -241,29 +283,39 @@ class Trainer:
         )
         if settings["gradient_accumulation_steps"] is None:
             settings["gradient_accumulation_steps"] = devices.accumulation
-        seed = devices.broadcast_object(
-            settings["seed"] if settings["seed"] is not None else random.SystemRandom().getrandbits(31)
-        )
-        if settings["seed"] is not None:
-            seed_everything(seed + devices.rank)
-        run = Run(verb, task, devices, settings, seed)
-        task._run = run
-        status = "failure"
         with ExitStack() as stack:
             stack.callback(devices.close)
+            chosen, saved = Chosen(None, None, []), dict[str, Any]()
+            if resume is not None and not settings["fast_dev_run"]:
+                chosen, saved = look_up(devices, settings, type(task).__qualname__, resume)
+            seed = _seed(settings, saved, devices)
+            if settings["seed"] is not None:
+                seed_everything(seed + devices.rank)
+            run = Run(verb, task, devices, settings, seed)
+            run.continued, run.saved = chosen.folder, saved
+            task._run = run
+            status = "failure"
             stack.callback(setattr, task, "_run", None)
             stack.callback(run.records.close)
             stack.enter_context(determinism(settings["deterministic"]))
             stack.callback(lambda: self._take_apart(run, data, status))
             try:
-                self._build(run, loaders, data)
+                self._build(run, loaders, data, chosen.run_dir, resume is not None)
+                if checkpoint is not None:
+                    with devices.together():
+                        load_checkpoint(task, checkpoint)
                 yield run
                 status = "success"
             except BaseException as error:
+                settle_boundary(run, error)
                 run.callbacks.on_exception(run, error)
+                if run.requests:
+                    write_requested(run)
                 raise
 
-    def _build(self, run: Run, loaders: dict[str, Any], data: Any) -> None:
+    def _build(
+        self, run: Run, loaders: dict[str, Any], data: Any, run_dir: Path | None = None, resumes: bool = False
+    ) -> None:
         settings, task, devices = run.settings, run.task, run.devices
         if callable(getattr(data, "prepare_data", None)):
             with devices.together():
@@ -281,18 +333,20 @@ class Trainer:
             given = with_defaults(self._callbacks) if settings["default_callbacks"] else self._callbacks
             run.callbacks = Callbacks(task, given)
             run.callbacks.setup(run)
-            if run.verb == "fit":
-                self._build_optimizers(run)
+            changed = self._build_optimizers(run) if run.verb == "fit" else []
         if run.verb == "fit":
-            self._build_fit(run)
+            self._build_fit(run, make_run_dir(run, run_dir, resumes), changed)
         else:  # in fit DDP does this: ranks that made different weights would give a result of none of them
             devices.broadcast_tensors(task.parameters())
         compile_children(run)
 
-    def _build_optimizers(self, run: Run) -> None:
+    def _build_optimizers(self, run: Run) -> list[str]:
+        """Give the run its optimizers, as they were at its checkpoint; returns what was configured otherwise then."""
         settings, task = run.settings, run.task
         if not any(parameter.requires_grad for parameter in task.parameters()):
             raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient: nothing can be trained.")
+        if run.continued is not None:
+            restore_task(run)
         task.train_mode()
         run.optimization = Optimization(
             task.configure_optimizers(),
@@ -302,20 +356,32 @@ class Trainer:
             scaler=run.devices.scaler,
         )
         run.records.keep_epoch(run.optimization.monitors)
+        return [] if run.continued is None else restore_training(run)
 
-    def _build_fit(self, run: Run) -> None:
+    def _build_fit(self, run: Run, run_dir: Path, changed: list[str]) -> None:
         settings = run.settings
         run.executor = Executor(run.task, run.devices)
         run.execute = run.executor.execute
-        run.run_dir = make_run_dir(run)
+        run.run_dir = run_dir
+        run.run_id, run.attempt = run.devices.on_main(lambda: open_run(run_dir, run.saved))
         chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
         run.hparams = {**run.task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
         with run.devices.together():
+            if run.callbacks.has("on_save_point"):
+                check_can_be_saved(run)
+            if run.continued is not None:
+                restore_run(run, changed)
             run.tracking = Tracking(
-                run.run_dir, log_with=settings["log_with"], is_main=run.is_main, hparams=run.hparams
+                run_dir,
+                log_with=settings["log_with"],
+                is_main=run.is_main,
+                hparams=run.hparams,
+                reached=run.saved["rest"]["tracking"] if run.saved else None,
+                step=run.state.global_step + 1 if run.saved else 0,
             )
+        run.began = time.monotonic() - (run.saved["run"]["elapsed"] if run.saved else 0.0)
         if settings["max_time"] is not None:
-            run.deadline = time.monotonic() + settings["max_time"]
+            run.deadline = run.began + settings["max_time"]
 
     def _take_apart(self, run: Run, data: Any, status: str) -> None:
         with ExitStack() as stack:  # each of these is done, whatever another raises; the last one first
@@ -334,6 +400,15 @@ class Trainer:
             if run.verb == "fit":
                 stack.callback(lambda: run.callbacks.on_fit_end(run))
             run.executor, run.execute = None, _over  # DDP's hooks leave the parameters with the executor
+
+
+def _seed(settings: Mapping[str, Any], saved: Mapping[str, Any], devices: Devices) -> int:
+    """The run's seed, the same on all ranks: that of the run which goes on, what is set, or a new one."""
+    if saved:
+        return int(saved["run"]["seed"])
+    given = settings["seed"]
+    seed: int = devices.broadcast_object(random.SystemRandom().getrandbits(31) if given is None else given)
+    return seed
 
 
 def _over(*arguments: Any, **settings: Any) -> None:

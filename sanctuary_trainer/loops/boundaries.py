@@ -1,16 +1,20 @@
 """What falls on the end of a window and on the end of an epoch of training.
 
-train_step   gradients of the mean, hooks, clip, optimizers, schedulers; count the step; log, validate, stop, save point
-end_epoch    the epoch's values, validation, schedulers, hooks; count the epoch; stop, save point
+train_step     gradients of the mean, hooks, clip, optimizers, schedulers; count the step; log
+finish_step    validate, stop, save point; alone where a continued run owes the validation of its last step
+end_epoch      validation, the epoch's values, schedulers, hooks; count the epoch; stop, save point
+save_point     the hooks, then the checkpoints that they asked for
+
+A signal leaves a validation at once (`Interrupted`): what is saved then is the moment before it.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from sanctuary_trainer.errors import DataError
 from sanctuary_trainer.loops.evaluate import evaluate
+from sanctuary_trainer.resuming import write_requested
 
 if TYPE_CHECKING:
     from sanctuary_trainer.executor import Window
@@ -22,6 +26,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
     made, logs = False, plan.logs(state.global_step + 1)
+    run.save_asked = run.save_asked or window.save
     with run.telling.told_when_due(epoch_ends):
         if window.updates:
             optimization.average(window.factor)
@@ -37,15 +42,31 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     if made and logs:
         run.publish(run.step_values())
     run.clock.lap("callbacks")
+    finish_step(run, window.stop, epoch_ends, made)
+
+
+def finish_step(run: Run, stop: bool, epoch_ends: bool, made: bool) -> None:
+    """Validate where that falls on the step, stop, save.
+
+    Args:
+        run: the run.
+        stop: whether any rank asked to stop, as the ranks told each other in the window.
+        epoch_ends: whether the epoch's end follows.
+        made: whether there was an update.
+    """
+    state, plan = run.state, run.plan
     if plan.validates_after_step(state, made):
+        run.at_boundary = run.owes_evaluation = True
         evaluate(run, "val")
+        run.at_boundary = run.owes_evaluation = False
         run.settle_stop()
-    run.settle_stop(window.stop)
+    run.settle_stop(stop)
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
     run.telling.goes_on(epoch_ends)
     if made and not epoch_ends:
-        with run.devices.together() if state.stop_reason is not None else nullcontext():  # else a window follows
-            hooks.on_save_point(run)
+        save_point(run, together=state.stop_reason is not None)  # else a window follows
+    else:
+        run.at_boundary = not epoch_ends
 
 
 def end_epoch(run: Run, made: int) -> None:
@@ -56,11 +77,13 @@ def end_epoch(run: Run, made: int) -> None:
         raise DataError("The training loader gave no batch on any rank; nothing was trained. Check the data set.")
     if not made:
         run.warn(f"Epoch {state.epoch} made no step: training_step left out every batch, or every update overflowed.")
+    if plan.validates_at_epoch_end(state):
+        run.at_boundary = True
+        evaluate(run, "val")
+        run.at_boundary = False
     run.ends_epoch = True
     values = run.records.epoch_values("train")
     run.publish(values)
-    if plan.validates_at_epoch_end(state):
-        evaluate(run, "val")
     optimization.end_epoch()
     with run.devices.together():
         run.callbacks.on_train_epoch_end(run)
@@ -75,5 +98,28 @@ def end_epoch(run: Run, made: int) -> None:
     state.end_epoch()
     run.settle_stop()
     state.stop_reason = state.stop_reason or plan.finished(state)
-    with run.devices.together():
+    save_point(run, together=True)
+
+
+def save_point(run: Run, together: bool) -> None:
+    """A boundary at which the run could be continued: the hooks, then the checkpoints that they asked for.
+
+    Every callback's hook runs, also after one that raised, so that all ranks know whether checkpoints follow.
+
+    Args:
+        run: the run.
+        together: whether something else than a window follows, so that an error must be told here.
+    """
+    error: Exception | None = None
+    run.at_boundary = True
+    try:
         run.callbacks.on_save_point(run)
+    except Exception as raised:  # noqa: BLE001 - the other ranks may be about to write a checkpoint
+        error = raised
+    if together or run.requests:
+        run.devices.raise_together(error)
+    elif error is not None:
+        raise error
+    if run.requests:
+        write_requested(run)
+    run.save_asked = False

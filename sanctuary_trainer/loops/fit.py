@@ -1,6 +1,6 @@
 """Training.
 
-sanity validation
+sanity validation; or, in a run that is continued, the generators as they were saved
 while nothing ends the run
   epoch
     while this epoch has more                         a window: gradient_accumulation_steps rounds, fewer at the end
@@ -17,8 +17,10 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from sanctuary_trainer.data import Start
-from sanctuary_trainer.loops.boundaries import end_epoch, train_step
+from sanctuary_trainer.loops.boundaries import end_epoch, finish_step, save_point, train_step
 from sanctuary_trainer.loops.evaluate import evaluate
+from sanctuary_trainer.resuming import restore_generators
+from sanctuary_trainer.signals import Interrupted
 
 if TYPE_CHECKING:
     from sanctuary_trainer.executor import Executor, Window
@@ -30,24 +32,42 @@ def fit(run: Run) -> None:
     """Train until a limit is reached or somebody asks to stop; `run.state.stop_reason` says which."""
     with run.devices.together():
         run.callbacks.on_fit_start(run)
-    sanity = run.settings["num_sanity_val_steps"]
-    if run.plan.validates and sanity:
-        metrics = evaluate(run, "sanity", limit=sanity)
-        for text in run.optimization.unknown_monitors(metrics) if run.optimization is not None else ():
-            run.warn(text)
-    run.state.stop_reason = run.plan.finished(run.state)
-    while run.state.stop_reason is None:
-        train_epoch(run)
+    try:
+        if run.continued is None:
+            sanity_validation(run)
+        else:
+            restore_generators(run)
+        run.at_boundary = True
+        run.state.stop_reason = run.plan.finished(run.state)
+        run.settle_stop()
+        if run.owes_evaluation and run.state.stop_reason is None:
+            finish_step(run, False, epoch_ends=run.state.batch == run.plan.rounds, made=True)
+        while run.state.stop_reason is None:
+            train_epoch(run)
+    except Interrupted:
+        run.settle_stop()
+        save_point(run, together=True)
     run.read_rest()
+
+
+def sanity_validation(run: Run) -> None:
+    """A few rounds of validation before training, so that what is wrong with it is found now; they leave no trace."""
+    rounds = run.settings["num_sanity_val_steps"]
+    if not (run.plan.validates and rounds):
+        return
+    metrics = evaluate(run, "sanity", limit=rounds)
+    for text in run.optimization.unknown_monitors(metrics) if run.optimization is not None else ():
+        run.warn(text)
 
 
 def train_epoch(run: Run) -> None:
     """Train to the end of the running epoch, or to the end of the run if that comes first."""
     state, plan, loader, executor = run.state, run.plan, run.train_loader, run.executor
     assert loader is not None and executor is not None
-    steps = state.global_step
+    begun = state.batch > 0 or state.samples > 0
+    steps = -1 if begun else state.global_step  # of a continued epoch it is not known
     with run.devices.together():
-        if state.batch == 0:
+        if not begun:
             run.callbacks.on_train_epoch_start(run)
     executor.follow_frozen()
     executor.begin()
@@ -58,7 +78,9 @@ def train_epoch(run: Run) -> None:
     start = Start(state.samples, state.batch, run.reached)
     with closing(run.feed(loader, start=start, limit=limit)) as feed:
         run.reached = None
-        goes_on, ends = feed.more or not feed.sized, False  # of a stream the first window tells
+        goes_on = feed.more or not feed.sized  # of a stream the first window tells
+        ends = feed.sized and state.batch == plan.rounds  # continued where only the epoch's end is left
+        run.epoch_feed = feed
         run.clock.start()
         try:
             while goes_on and state.stop_reason is None:
@@ -83,6 +105,7 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         if not feed.more:
             break
         fetched = feed.take()
+        run.at_boundary = False
         clock.lap("data")
         if index == 0:
             executor.expect(run.expected_samples(feed, fetched))
@@ -96,7 +119,8 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         size = 1 if size is None else size
         executor.count(size)
         hooks.on_train_batch_start(run, batch, batch_idx)
-        result = run.execute(batch, batch_idx, size, sync, more=more, stop=run.wants_stop)
+        save, run.saves_soon = run.saves_soon, run.saves_soon and not sync
+        result = run.execute(batch, batch_idx, size, sync, more=more, stop=run.wants_stop, save=save)
         feed.read_ahead()
         if result is not None:
             run.records.add_loss(*result)
@@ -106,7 +130,9 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
     run.end_batch()
     if not rounds:
         executor.expect(run.expected_samples(feed, None))
-    executor.join(more=feed.more, stop=run.wants_stop)
+    if not executor.has_synced:
+        executor.join(more=feed.more, stop=run.wants_stop, save=run.saves_soon)
+        run.saves_soon = False
     window = executor.finish()
     run.count(feed, rounds, samples, window)
     return window

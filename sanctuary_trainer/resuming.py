@@ -1,0 +1,436 @@
+"""What a checkpoint holds of a run, and how a run takes it back.
+
+    write_requested(run)             at a save point: each rank's own part is gathered, rank 0 writes
+
+    look_up(...)                     a run is to be continued: which checkpoint; before anything is built
+    restore_task(run)                the weights; before the optimizers are built
+    restore_training(run)            optimizers, schedulers, scaler; which parameters are frozen, which modules asleep
+    restore_run(run)                 counts, metrics, records, position in the data, callbacks; what has changed is told
+    restore_generators(run)          last, because hooks may draw
+
+Only rank 0 writes, and every rank reads: the folder lies where all machines see it.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sanctuary_trainer.checkpointing import (
+    WEIGHTS,
+    check_whole,
+    encode,
+    read_rank,
+    read_state,
+    write_checkpoint,
+    write_rank,
+    write_state,
+)
+from sanctuary_trainer.errors import CheckpointError, DataError
+from sanctuary_trainer.finding import Chosen, choose, free_name, note_folder
+from sanctuary_trainer.seeding import mix
+from sanctuary_trainer.tracking import flatten_hparams
+from sanctuary_trainer.weights import load_weights, save_weights, unwrapped
+
+if TYPE_CHECKING:
+    from sanctuary_trainer.devices import Devices
+    from sanctuary_trainer.run import Request, Run
+
+
+_LIGHT = ("task", "run", "progress", "metrics", "settings", "versions", "data", "modules", "rest")  # no large tensors
+
+
+# Writing
+
+
+def write_requested(run: Run) -> None:
+    """Write the checkpoints that were asked for, on all ranks together; none goes on before they are complete.
+
+    Raises:
+        CheckpointError: one could not be written and the run ends here; on every rank.
+    """
+    requests, run.requests = run.requests, []
+    with run.devices.together():
+        tensors: dict[str, torch.Tensor] = {}
+        own = encode(_rank_state(run), tensors, "rank")
+    ranks = run.devices.gather_objects((own, {name: tensor.cpu() for name, tensor in tensors.items()}))
+    for folder in dict.fromkeys(request.folder for request in requests):
+        group = [request for request in requests if request.folder == folder]
+        path, failure = run.devices.on_main(partial(_written, run, group, ranks))
+        with run.devices.together():
+            for request in group:
+                if request.done is not None:
+                    request.done(path, failure)
+        if failure is None:
+            continue
+        if path is None and run.state.stop_reason is not None and not failure.startswith(_NOT_FINITE):
+            raise CheckpointError(f"The run's last checkpoint could not be written. {failure}")
+        run.warn(f"{failure} The run goes on, and the checkpoints before stay.")
+
+
+_NOT_FINITE = "The weights are not finite"
+
+
+def _written(run: Run, group: list[Request], ranks: list[Any]) -> tuple[Path | None, str | None]:
+    """Write one checkpoint on rank 0: its path, or why there is none."""
+    assert run.run_dir is not None and run.tracking is not None
+    full = not all(request.weights_only for request in group)
+    if not _is_finite(run.task):
+        return None, f"{_NOT_FINITE} at step {run.state.global_step}; they were not saved."
+    try:
+        folder = free_name(group[0].folder, run.run_id)
+        note_folder(run.run_dir, folder.parent)
+        state = _state(run, full)
+        about = {"kind": "full" if full else "weights", "run": run.run_id, "attempt": run.attempt}
+        place = {name: state["progress"][name] for name in ("global_step", "epoch", "batch")}
+
+        def fill(beside: Path) -> None:
+            save_weights(run.task, beside / WEIGHTS)
+            write_state(beside, state)
+            for rank, (skeleton, tensors) in enumerate(ranks if full else ()):
+                write_rank(beside, rank, skeleton, tensors)
+            if any(request.pretrained for request in group):
+                for name, model in _pretrained(run.task):
+                    model.save_pretrained(beside / name)
+
+        write_checkpoint(folder, run.run_id, about | place, fill)
+    except OSError as error:
+        return None, f"The checkpoint {group[0].folder} could not be written: {error}."
+    return folder, None
+
+
+def _is_finite(task: torch.nn.Module) -> bool:
+    """Whether all weights are; buffers may hold infinity on purpose (masks)."""
+    finite = [torch.isfinite(parameter).all() for parameter in task.parameters()]
+    return bool(torch.stack([each.to(finite[0].device) for each in finite]).all()) if finite else True
+
+
+def _pretrained(task: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The task's transformers models, by the attribute that holds them."""
+    children = [(name, unwrapped(child)) for name, child in task.named_children()]
+    return [(n, child) for n, child in children if callable(getattr(child, "save_pretrained", None))]
+
+
+def _state(run: Run, full: bool) -> dict[str, Any]:
+    """What is equal on all ranks, as rank 0 has it."""
+    assert run.optimization is not None and run.tracking is not None and run.run_dir is not None
+    state: dict[str, Any] = {
+        "task": type(run.task).__qualname__,
+        "hparams": {name: value for name, value in run.task.hparams.items() if _can_be_encoded(value)},
+        "run": {
+            "id": run.run_id,
+            "name": run.run_dir.name,
+            "seed": run.seed,
+            "elapsed": time.monotonic() - run.began,
+        },
+        "progress": {**asdict(run.state), "stop_reason": None},
+        "metrics": dict(run.metrics),
+        "settings": flatten_hparams(run.hparams["trainer"]),
+        "versions": _versions(),
+    }
+    if not full:
+        return state
+    return state | {
+        "data": data_facts(run),
+        "modules": {
+            "frozen": [name for name, parameter in run.task.named_parameters() if not parameter.requires_grad],
+            "asleep": [name for name, module in run.task.named_modules() if not module.training],
+        },
+        "optimizer": run.optimization.state_dict(),
+        "callbacks": {callback.state_key: own for callback in run.callbacks if (own := callback.state_dict())},
+        "rest": {
+            "progress_metrics": dict(run.progress_metrics),
+            "validated": run.validated,
+            "monitors_checked": run.monitors_checked,
+            "owes_evaluation": run.owes_evaluation,
+            "tracking": run.tracking.reached(),
+        },
+    }
+
+
+def check_can_be_saved(run: Run) -> None:
+    """Encode what a checkpoint would hold of callbacks and optimizers: what cannot be is told before the run.
+
+    Raises:
+        DataError: naming it.
+    """
+    assert run.optimization is not None
+    for callback in run.callbacks:
+        encode(callback.state_dict(), {}, callback.state_key)
+    encode(run.optimization.state_dict(), {}, "optimizer")
+
+
+def _can_be_encoded(value: Any) -> bool:
+    try:
+        encode(value, {})
+    except DataError:
+        return False
+    return True
+
+
+def _versions() -> dict[str, str]:
+    import accelerate
+
+    from sanctuary_trainer import __version__
+
+    return {
+        "sanctuary_trainer": __version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def data_facts(run: Run) -> dict[str, Any]:
+    """What a position in the epoch depends on."""
+    assert run.train_loader is not None
+    return {
+        "ranks": run.world_size,
+        "batch size": run.train_loader.batch_size,
+        "data set length": run.train_loader.num_samples,
+        "rounds of an epoch": run.plan.rounds,
+        "gradient_accumulation_steps": run.plan.accumulation,
+    }
+
+
+def _rank_state(run: Run) -> dict[str, Any]:
+    """What this rank alone knows."""
+    in_epoch = run.epoch_feed is not None and run.state.batch > 0
+    return {
+        "generators": _generators(run.device),
+        "records": run.records.state_dict(),
+        "reached": run.epoch_feed.reached if in_epoch and run.epoch_feed is not None else None,
+    }
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.default_generator.get_state(),
+        "device": on_device,
+    }
+
+
+def settle_boundary(run: Run, error: BaseException) -> None:
+    """At an error, keep `run.at_boundary` only where all ranks are at one and can write a checkpoint together."""
+    if run.world_size > 1:
+        told = run.devices.told is error  # on every rank, or on none
+        run.at_boundary = told and run.devices.agree([float(run.at_boundary)])[0] == run.world_size
+
+
+# Taking back
+
+
+def load_checkpoint(task: torch.nn.Module, checkpoint: Any) -> None:
+    """Give a task the weights of a checkpoint.
+
+    Args:
+        task: the task.
+        checkpoint: a checkpoint's folder, a file of weights, or what `fit` returned.
+
+    Raises:
+        CheckpointError: there is none, it is broken, or another task's.
+    """
+    path = getattr(checkpoint, "best_checkpoint", checkpoint)
+    if path is None:
+        raise CheckpointError("The fit wrote no checkpoint: give a path, or test the task as it is.")
+    if not isinstance(path, str | Path):
+        raise CheckpointError(f"checkpoint={checkpoint!r}: a path, or what fit returned, was expected.")
+    path = Path(path)
+    if path.is_dir():
+        check_whole(path)
+        path = path / WEIGHTS
+    try:
+        load_weights(task, path)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def look_up(
+    devices: Devices, settings: Mapping[str, Any], task: str, resume: str | Path
+) -> tuple[Chosen, dict[str, Any]]:
+    """Which checkpoint a run goes on from, the same on all ranks, and what it tells before anything is built.
+
+    Args:
+        devices: the ranks.
+        settings: the Trainer's.
+        task: the name of the task's class.
+        resume: see `Trainer.fit`.
+
+    Raises:
+        CheckpointError: there is none where one is demanded, or it is broken or another task's.
+    """
+    project_dir, run_name = Path(settings["project_dir"]), settings["run_name"]
+    chosen: Chosen = devices.on_main(lambda: choose(resume, project_dir, run_name, task.lower()))
+    if chosen.broken and devices.is_main:
+        instead = f"Going on from {chosen.folder}." if chosen.folder else "Starting fresh."
+        warnings.warn(f"{' '.join(chosen.broken)} {instead}", stacklevel=4)
+    state: dict[str, Any] = {}
+    if chosen.folder is not None:
+        with devices.together():
+            state = read_state(chosen.folder, *_LIGHT)
+            if state.get("task") != task:
+                raise CheckpointError(
+                    f"{chosen.folder} is a checkpoint of {state.get('task')}, and the task is a {task}. "
+                    "Only weights can go over: task.load_weights."
+                )
+    return chosen, state
+
+
+def restore_task(run: Run) -> None:
+    """The weights and buffers."""
+    assert run.continued is not None
+    try:
+        load_weights(run.task, run.continued / WEIGHTS)
+    except DataError as error:
+        raise CheckpointError(f"No run of this task can go on from {run.continued}. {error}") from error
+
+
+def restore_training(run: Run) -> list[str]:
+    """Optimizers, schedulers, scaler; and which parameters are frozen and which modules in eval mode.
+
+    Returns:
+        What has changed in how the optimizers are configured.
+
+    Raises:
+        CheckpointError: they are others.
+    """
+    assert run.continued is not None and run.optimization is not None
+    changed = run.optimization.load_state_dict(read_state(run.continued, "optimizer")["optimizer"])
+    frozen, asleep = run.saved["modules"]["frozen"], run.saved["modules"]["asleep"]
+    for name, parameter in run.task.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    for name, module in run.task.named_modules():
+        module.training = name not in asleep
+    return changed
+
+
+def restore_run(run: Run, changed: list[str]) -> None:
+    """Counts, metrics, records, callbacks; then tell from where the run goes on, and what is not as it was.
+
+    Raises:
+        CheckpointError: the epoch cannot be continued with this data, or a part is broken.
+    """
+    assert run.continued is not None
+    saved = run.saved
+    for name, value in saved["progress"].items():
+        setattr(run.state, name, value)
+    rest = saved["rest"]
+    run.metrics.update(saved["metrics"])
+    run.progress_metrics.update(rest["progress_metrics"])
+    run.validated, run.monitors_checked = rest["validated"], rest["monitors_checked"]
+    run.owes_evaluation = rest["owes_evaluation"]
+    _place_in_epoch(run)
+    former = saved["data"]["ranks"]
+    mine = [run.rank] if former == run.world_size else list(range(run.rank, former, run.world_size))
+    parts = {rank: read_rank(run.continued, rank) for rank in dict.fromkeys([0, *mine])}
+    run.records.load_state_dict([parts[rank]["records"] for rank in mine])
+    run.reached = parts[mine[0] if former == run.world_size else 0]["reached"]
+    run.generators = parts[run.rank]["generators"] if former == run.world_size else None
+    _restore_callbacks(run)
+    _tell(run, changed)
+
+
+def restore_generators(run: Run) -> None:
+    """Python's, numpy's and torch's; on another number of ranks each is seeded from its rank and the step."""
+    saved = run.generators
+    if saved is None:
+        seed = mix(run.seed, run.state.epoch, run.state.global_step, run.world_size, run.rank)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        return
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.default_generator.set_state(saved["torch"])
+    if saved["device"] is not None and run.device.type != "cpu":
+        torch.get_device_module(run.device).set_rng_state(saved["device"])
+    run.generators = None
+
+
+def _restore_callbacks(run: Run) -> None:
+    assert run.continued is not None
+    states = read_state(run.continued, "callbacks")["callbacks"]
+    for callback in run.callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states.pop(callback.state_key))
+        elif callback.state_dict():
+            run.warn(f"{callback.state_key} has no state in {run.continued}: it starts fresh.")
+    for key in states:
+        run.warn(f"{run.continued} has a state of {key}, and no callback of this run takes it.")
+
+
+def _place_in_epoch(run: Run) -> None:
+    """Count the rounds of a begun epoch anew where its rest is dealt otherwise than its beginning."""
+    assert run.train_loader is not None
+    state, plan, loader, before, now = run.state, run.plan, run.train_loader, run.saved["data"], data_facts(run)
+    begun = state.batch or state.samples
+    if not begun or all(before[name] == now[name] for name in now if name != "gradient_accumulation_steps"):
+        return
+    if not loader.sized or plan.rounds is None:
+        state.batch = max(1, state.batch * before["ranks"] // now["ranks"])
+        return
+    if loader.num_samples is None or loader.batch_size is None:
+        batches = state.batch * before["ranks"]
+        if batches % now["ranks"] or batches // now["ranks"] > plan.rounds:
+            raise CheckpointError(
+                f"{run.continued} lies {batches} batches into an epoch whose batches the sampler forms, which cannot "
+                f"be dealt to {now['ranks']} ranks. Go on with {before['ranks']} ranks, or from the end of an epoch."
+            )
+        state.batch = batches // now["ranks"]
+        return
+    per_round = loader.batch_size * (now["ranks"] if run.settings["shard_data"] else 1)
+    whole = plan.rounds == loader.num_rounds
+    left = (loader.num_samples if whole else min(loader.num_samples, plan.rounds * per_round)) - state.samples
+    if left < 0:
+        raise CheckpointError(
+            f"{run.continued} lies {state.samples} samples into an epoch, which now has {state.samples + left}. "
+            "Go on with the former data and limits, or from the end of an epoch."
+        )
+    rounds = left // per_round if whole and loader.drops_last else -(-left // per_round)
+    state.batch = plan.rounds - rounds
+
+
+def _tell(run: Run, changed: list[str]) -> None:
+    """Say from where the run goes on, and warn of what is not as it was and changes what it computes."""
+    state, saved = run.state, run.saved
+    place = f", {state.samples} samples into it" if state.samples else ""
+    run.message(f"Going on from {run.continued}: step {state.global_step}, epoch {state.epoch}{place}.")
+    before, now = saved["data"], data_facts(run)
+    found = [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    was, is_now = (_samples_of_a_step(facts) for facts in (before, now))
+    if was != is_now:
+        found.append(f"samples of a step {was} -> {is_now}")
+    if before["data set length"] != now["data set length"] and state.samples:
+        found.append("the rest of this epoch is of another order, so that samples may come twice or not at all")
+    if run.settings["seed"] not in (None, run.seed):
+        found.append(f"seed {run.seed} -> {run.settings['seed']} (the run goes on with {run.seed})")
+    if found := [*found, *changed]:
+        run.warn(f"Changed since the checkpoint: {'; '.join(found)}.")
+    settings = flatten_hparams(run.hparams["trainer"])
+    apart = ("seed", "ranks", "gradient_accumulation_steps", "project_dir", "run_name")
+    others = [
+        f"{name} {there[name]} -> {here[name]}"
+        for there, here in ((saved["settings"], settings), (saved["versions"], _versions()))
+        for name in here
+        if name in there and there[name] != here[name] and name not in apart
+    ]
+    if others:
+        run.message(f"Other settings than at the checkpoint: {'; '.join(others)}.")
+
+
+def _samples_of_a_step(facts: Mapping[str, Any]) -> int | None:
+    size = facts["batch size"]
+    return None if size is None else facts["ranks"] * size * facts["gradient_accumulation_steps"]
