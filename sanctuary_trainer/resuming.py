@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,14 +180,12 @@ def _can_be_encoded(value: Any) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    import accelerate
-
     from sanctuary_trainer import __version__
 
     return {
         "sanctuary_trainer": __version__,
         "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
+        "accelerate": version("accelerate"),
         "python": platform.python_version(),
     }
 

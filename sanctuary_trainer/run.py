@@ -401,6 +401,11 @@ class Run:
             reasons = ()  # a signal does not wait for min_steps and min_epochs
         self.state.stop_reason = next((reason for reason in (*signals, *reasons) if reason is not None), None)
 
+    def settle_signal(self) -> None:
+        """At the end of a fit, let all ranks know of a signal that any of them got, also of one that came last."""
+        received = [name for name in self.devices.gather_objects(self.signals.received) if name is not None]
+        self.signals.received = received[0] if received else None
+
     def evaluated(self) -> dict[str, float]:
         """The values of the evaluation loader that was just read, over all ranks."""
         return self.records.epoch_values(self._prefix)

@@ -60,11 +60,6 @@ class Signals:
             signal.signal(number, handler)
 
 
-def is_signal(reason: str | None) -> bool:
-    """Whether a run's stop_reason is the name of a signal."""
-    return reason in _NAMES
-
-
 def exit_status(name: str) -> int:
     """The exit status of a process that a signal of this name ended, as shells give it."""
     return 128 + int(signal.Signals[name])

@@ -55,7 +55,7 @@ from sanctuary_trainer.resuming import (
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.seeding import seed_everything
 from sanctuary_trainer.settings import Limit, check_settings
-from sanctuary_trainer.signals import exit_status, is_signal
+from sanctuary_trainer.signals import exit_status
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.tracking import Tracking, check_log_with
 
@@ -196,10 +196,10 @@ class Trainer:
             raise SettingsError(f'resume={resume!r}; "auto", "last" or a path was expected.')
         with self._run("fit", task, {"train": train, "val": val}, data, resume=resume) as run, run.signals.taken():
             fit(run)
+        if run.signals.received is not None:
+            raise SystemExit(exit_status(run.signals.received))
         reason = run.state.stop_reason
         assert run.run_dir is not None and reason is not None
-        if is_signal(reason):
-            raise SystemExit(exit_status(reason))
         return FitResult(dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint)
 
     def validate(

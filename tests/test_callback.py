@@ -303,7 +303,11 @@ def test_hooks_that_clean_up_run_in_every_callback_even_if_one_raises(hook: str)
 
 
 def test_the_defaults_are_known_by_name() -> None:
-    assert [type(get_callback(name)).__name__ for name in DEFAULT_CALLBACKS] == ["ProgressBar", "Summary"]
+    assert [type(get_callback(name)).__name__ for name in DEFAULT_CALLBACKS] == [
+        "ProgressBar",
+        "Summary",
+        "Checkpoint",
+    ]
 
 
 def test_a_registered_class_is_made_anew_for_each_use() -> None:
@@ -341,7 +345,7 @@ def test_a_name_that_is_taken_is_refused_but_the_same_class_may_be_defined_again
     ("given", "told"),
     [
         ("progres_bar", "Did you mean 'progress_bar'?"),
-        ("zz", "The names are progress_bar, summary."),
+        ("zz", "The names are checkpoint, ema, progress_bar, summary."),
         (Callback, "give an instance, Callback()"),
         (3, "subclass Callback"),
         (None, "subclass Callback"),
@@ -383,9 +387,19 @@ def test_a_callback_of_an_installed_package_is_found_by_its_entry_point() -> Non
 def test_a_default_gives_way_to_one_of_its_kind() -> None:
     progress_bar = type(get_callback("progress_bar"))
     mine, other = type("MyBar", (progress_bar,), {})(), recorder("A", "on_log", [])
-    assert [type(callback).__name__ for callback in with_defaults([other, mine])] == ["Summary", "A", "MyBar"]
-    assert [type(callback).__name__ for callback in with_defaults([])] == ["ProgressBar", "Summary"]
+    assert names(with_defaults([other, mine])) == ["Summary", "Checkpoint", "A", "MyBar"]
+    assert names(with_defaults([])) == ["ProgressBar", "Summary", "Checkpoint"]
     assert with_defaults(["summary"])[0].state_key == "ProgressBar()"
+
+
+def test_a_checkpoint_that_watches_a_metric_stands_beside_the_default_one() -> None:
+    checkpoint: Any = type(get_callback("checkpoint"))
+    assert names(with_defaults([checkpoint(monitor="val/loss", mode="min")])).count("Checkpoint") == 2
+    assert names(with_defaults([checkpoint(every_n_steps=5)])).count("Checkpoint") == 1
+
+
+def names(callbacks: list[Callback]) -> list[str]:
+    return [type(callback).__name__ for callback in callbacks]
 
 
 # ---- the folder of the built-in callbacks

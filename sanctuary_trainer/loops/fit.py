@@ -46,8 +46,10 @@ def fit(run: Run) -> None:
             train_epoch(run)
     except Interrupted:
         run.settle_stop()
-        save_point(run, together=True)
+        if run.at_boundary:  # not in sanity validation
+            save_point(run, together=True)
     run.read_rest()
+    run.settle_signal()
 
 
 def sanity_validation(run: Run) -> None:
