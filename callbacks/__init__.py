@@ -1,5 +1,8 @@
 """The built-in callbacks: one policy a file, written with public names only, as yours would be.
 
+    Checkpoint ("checkpoint")       what a run needs to go on: the best or the latest are kept
+    EMA ("ema")                     a moving average of the weights, validated beside them
+    EarlyStopping(monitor, mode)    ends a fit whose metric no longer improves
     ProgressBar ("progress_bar")    how far the run is: a bar in a terminal, a few lines in a log file
     Summary ("summary")             the task at the start of a fit, its results at the end
 
@@ -12,6 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sanctuary_trainer.callbacks.checkpoint import Checkpoint
+    from sanctuary_trainer.callbacks.early_stopping import EarlyStopping
+    from sanctuary_trainer.callbacks.ema import EMA
     from sanctuary_trainer.callbacks.progress_bar import ProgressBar
     from sanctuary_trainer.callbacks.summary import Summary
 
@@ -21,9 +27,15 @@ if __name__ != "sanctuary_trainer.callbacks":
         f"Import sanctuary_trainer.callbacks instead of {__name__}: it is the same folder.", name=__name__
     )
 
-__all__ = ["ProgressBar", "Summary"]
+__all__ = ["Checkpoint", "EMA", "EarlyStopping", "ProgressBar", "Summary"]  # noqa: RUF022 - as sorted() has them
 
-_MODULE_OF = {"ProgressBar": "progress_bar", "Summary": "summary"}
+_MODULE_OF = {
+    "Checkpoint": "checkpoint",
+    "EMA": "ema",
+    "EarlyStopping": "early_stopping",
+    "ProgressBar": "progress_bar",
+    "Summary": "summary",
+}
 
 
 def __getattr__(name: str) -> Any:

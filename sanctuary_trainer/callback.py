@@ -5,7 +5,7 @@ The hooks in the order in which they fire (the task's own hook first, then the c
     fit
       setup                                   the task is on its device; not wrapped, no optimizers yet
       on_fit_start                            all is built, nothing is trained
-      evaluation                              sanity validation
+      evaluation                              sanity validation; not in a run that is continued
       for each epoch
         on_train_epoch_start                  not again in an epoch that is continued after a resume
         for each window
@@ -19,8 +19,8 @@ The hooks in the order in which they fire (the task's own hook first, then the c
           on_log                              every log_every_n_steps steps
           evaluation                          where validation falls on this step
           on_save_point
-        on_log                                the epoch's values
         evaluation                            where validation falls on the epoch's end
+        on_log                                the epoch's values
         on_train_epoch_end
         on_log, on_save_point
       on_exception                            only when something was raised
@@ -109,7 +109,7 @@ class Callback:
     def on_evaluation_batch_end(
         self, run: Run, stage: str, batch: Any, outputs: Any, sample_indices: Sequence[Any] | None
     ) -> None:
-        """After a batch of evaluation. outputs: what the step returned.
+        """After a batch of evaluation, not of its repeats (`run.variants`). outputs: what the step returned.
 
         sample_indices: the keys in the data set of the batch's samples; None where they are not known (streams).
         """
@@ -148,7 +148,8 @@ HOOKS: tuple[str, ...] = tuple(
 )
 
 # Every hook of these fires in every callback even if the one before it raised: files and bars must be closed.
-_ALWAYS = ("on_exception", "on_fit_end", "teardown")
+# At a save point all ranks must know whether checkpoints follow.
+_ALWAYS = ("on_save_point", "on_exception", "on_fit_end", "teardown")
 
 # What to write instead of hooks of Lightning and transformers that have another name here.
 _ELSEWHERE = {
@@ -287,8 +288,7 @@ def _nobody(*arguments: object) -> None:
 
 
 def _as_one(calls: Sequence[Callable[..., None]], *, always: bool) -> Callable[..., None]:
-    """All `calls` as one callable; with `always` each is made even if one before it raised (the last error is raised,
-    with those before it as its context)."""
+    """All `calls` as one callable; with `always` each is made, also after an error (the last one is raised)."""
     if not calls:
         return _nobody
     if len(calls) == 1:
@@ -308,10 +308,12 @@ def _as_one(calls: Sequence[Callable[..., None]], *, always: bool) -> Callable[.
 
 
 # The bar comes first: it ends its line before the result table is printed.
-DEFAULT_CALLBACKS = ("progress_bar", "summary")
+DEFAULT_CALLBACKS = ("progress_bar", "summary", "checkpoint")
 
 # Written out so that a name costs the import of its module only when it is used.
 _BUILT_IN = {
+    "checkpoint": "sanctuary_trainer.callbacks.checkpoint:Checkpoint",
+    "ema": "sanctuary_trainer.callbacks.ema:EMA",
     "progress_bar": "sanctuary_trainer.callbacks.progress_bar:ProgressBar",
     "summary": "sanctuary_trainer.callbacks.summary:Summary",
 }
@@ -369,7 +371,11 @@ def _load_entry_point(name: str) -> object:
 
 
 def with_defaults(callbacks: Iterable[Callback | str]) -> list[Callback]:
-    """The default callbacks, less those of a kind that is given, and then the given ones."""
+    """The default callbacks, less those of a kind that is given, and then the given ones.
+
+    One that watches a metric does another work than the default of its kind, and stands beside it.
+    """
     given = [get_callback(callback) for callback in callbacks]
+    instead = [callback for callback in given if getattr(callback, "monitor", None) is None]
     defaults = [get_callback(name) for name in DEFAULT_CALLBACKS]
-    return [one for one in defaults if not any(isinstance(other, type(one)) for other in given)] + given
+    return [one for one in defaults if not any(isinstance(other, type(one)) for other in instead)] + given
