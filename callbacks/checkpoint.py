@@ -2,28 +2,25 @@
 
     on_log              a fresh value of the monitor: of a validation, or of the epoch
     on_save_point       is one due? does it belong to the best? -> run.save_checkpoint
-    done                the new one is complete: note it, let `last` point to it, remove what is no longer kept
+    done                the new one is complete: note it, and remove what is no longer kept
     on_exception        the same at the last boundary, where there is one
 
-Every decision is made from counts and reduced values, so that all ranks make the same.
+Every decision is made from counts, reduced values and what the ranks agree on, so that all ranks make the same.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-import re
-import shutil
-import string
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sanctuary_trainer import Callback, Run, RunFolderError, SettingsError
+from sanctuary_trainer import Callback, CheckpointError, Run, RunFolderError, SettingsError
+from sanctuary_trainer.callbacks.keeping import Entry, Kept
+from sanctuary_trainer.callbacks.naming import file_name, nearest
 
 
 class Checkpoint(Callback):
@@ -32,7 +29,7 @@ class Checkpoint(Callback):
     Args:
         folder: where; a relative one lies in the run's folder. None: its `checkpoints`.
         name: of one checkpoint, with `{step}`, `{epoch}` and any logged value: `"{epoch}-{val/accuracy:.3f}"`.
-            What does not belong into a file's name becomes "_".
+            What does not belong into a file's name becomes "_"; the name of one that stays gets a number.
         monitor: the full name of a value of validation, or of the epoch: the best are kept, not the latest.
         mode: "min" or "max"; demanded with a monitor.
         save_top_k: how many are kept; -1: all; 0: none but the last (see `save_last`).
@@ -45,7 +42,8 @@ class Checkpoint(Callback):
             named as the task's attribute.
 
     Raises:
-        SettingsError: a setting is wrong, or two contradict each other.
+        SettingsError: a setting is wrong, two contradict each other, or nothing logs the monitor.
+        RunFolderError: checkpoints cannot be written to the folder.
 
     A value that is not finite is never among the best; weights that are not finite are not written. The last save point
     of a run is always saved, by the callbacks without a monitor, or by those with one where there are no others.
@@ -68,272 +66,224 @@ class Checkpoint(Callback):
         weights_only: bool = False,
         save_pretrained: bool = True,
     ) -> None:
-        _check(monitor, mode, save_top_k, every_n_steps, every_n_epochs, every)
+        if (monitor is None) != (mode is None) or mode not in (None, "min", "max"):
+            raise SettingsError(
+                f'Checkpoint got monitor={monitor!r} and mode={mode!r}; with a monitor mode="min" or "max" says which '
+                "values are better, without one there is none."
+            )
+        seconds = every.total_seconds() if isinstance(every, timedelta) else every
+        _check("save_top_k", save_top_k, _is_whole(save_top_k, -1), "a whole number was expected: -1 (all), 0 or more")
+        for option, count in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            _check(option, count, count is None or _is_whole(count, 1), "a whole number of at least 1 was expected")
+        timed = isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+        _check("every", every, every is None or timed, "a timedelta or seconds above 0 were expected")
+        file_name(name, {"step": 0, "epoch": 0}, missing=0.0)  # a wrong format is told before the run
         self.folder = Path("checkpoints" if folder is None else folder)
         self.name, self.monitor, self.mode = name, monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
-        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
-        self.every = every.total_seconds() if isinstance(every, timedelta) else every
+        self.every_n_steps, self.every_n_epochs, self.every = every_n_steps, every_n_epochs, seconds
         self.saves_on_exception, self.weights_only, self.save_pretrained = on_exception, weights_only, save_pretrained
         self._begin()
 
     def _begin(self) -> None:
-        self._kept: list[tuple[float, Path]] = []  # the best or the latest, the first to go last
-        self._last: Path | None = None  # the newest, where it is kept for being that
-        self._pending: tuple[float | None, Path] | None = None  # (value, or None to keep as the newest; where)
+        self._kept = Kept(self.save_top_k, self.mode, self.save_last)
+        self._asked: tuple[Any, Entry] | None = None  # what the run was asked for at this save point
+        self._doomed: list[Path] = []  # what a former attempt was about to remove
+        self._all: list[Checkpoint] = [self]  # those of the run
         self._fresh: float | None = None  # a value of the monitor that no save point has seen
         self._seen = False  # whether the monitor had any
-        self._saved_step = -1
-        self._timer = time.monotonic()
+        self._timer, self._time_is_up = time.monotonic(), False
 
     @property
     def best(self) -> Path | None:
-        """The best checkpoint, or without a monitor the latest."""
-        return self._kept[0][1] if self._kept else self._last
+        """The best checkpoint, or without a monitor the latest; relative to the run's folder where it lies in it."""
+        return self.kept[0].path if self.kept else None
 
     @property
-    def kept(self) -> list[Path]:
-        """The checkpoints that are kept, the best or latest first; one that is about to be written is among them."""
-        kept, last = self._after(self._pending)
-        return list(dict.fromkeys([*(path for _, path in kept), *([last] if last else [])]))
+    def kept(self) -> list[Entry]:
+        """The checkpoints that are kept, the best or latest first."""
+        return self._kept.entries
+
+    @property
+    def coming(self) -> Kept:
+        """What is kept once the checkpoint that is being written is complete."""
+        if self._asked is None or not self._asked[0].begun:
+            return self._kept
+        asked, new = self._asked
+        return self._kept.after(new._replace(path=self.folder / asked.folder.name))
 
     def setup(self, run: Run) -> None:
-        """A new run starts with nothing."""
-        self._begin()
+        """A new fit starts with nothing; after it, what it kept can be asked for."""
+        if run.verb == "fit":
+            self._begin()
 
     def on_fit_start(self, run: Run) -> None:
-        """Make the folder, so that one that cannot be written to is told before the run."""
+        """Make the folder, so that one that cannot be written to is told before the run; see what is still there."""
+        assert run.run_dir is not None
+        self._all = [callback for callback in run.callbacks if isinstance(callback, Checkpoint)]
         self._timer = time.monotonic()
+        if self.monitor is not None:
+            run.keep_epoch(self.monitor)
+            if self.monitor.startswith("val/") and not run.plan.validates:
+                raise SettingsError(f"Checkpoint watches {self.monitor!r}, and this fit has nothing to validate with.")
+        # What a former attempt removed later on, or left in another folder, is not there.
+        there = [entry for entry in self.kept if run.checkpoints.get(run.run_dir / entry.path) == entry.step]
+        self._kept = self._kept.only(there)
+        self._remove(run, self._doomed)
         self._announce(run)
-        if not run.is_main:
-            return
-        folder = self._folder(run)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFolderError(f"The folder {folder} for checkpoints cannot be made: {error}") from error
-        if not os.access(folder, os.W_OK):
-            raise RunFolderError(f"The folder {folder} for checkpoints cannot be written to.")
+        if run.is_main:
+            folder = run.run_dir / self.folder
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunFolderError(f"The folder {folder} for checkpoints cannot be made: {error}") from error
+            if not os.access(folder, os.W_OK):
+                raise RunFolderError(f"The folder {folder} for checkpoints cannot be written to.")
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         """Warn early of a monitor that validation does not log."""
         if stage == "sanity" and self.monitor is not None and self.monitor.startswith("val/"):
-            if self.monitor not in metrics:
-                near = _nearest(self.monitor, metrics)
-                run.warn(f"Checkpoint watches {self.monitor!r}, which sanity validation did not log.{near}")
+            known = [*metrics, *(f"{name}_{variant}" for name in metrics for variant in run.variants)]
+            if self.monitor not in known:
+                text = f"Checkpoint watches {self.monitor!r}, which sanity validation did not log."
+                run.warn(text + nearest(self.monitor, known))
 
     def on_log(self, run: Run, values: dict[str, float], step: int) -> None:
         """Take a fresh value of the monitor; of a series of steps its value over the epoch."""
-        if self.monitor is None or not (run.ends_epoch or run.stage == "val"):
-            return
-        value = values.get(self.monitor, values.get(f"{self.monitor}_epoch"))
-        if value is not None:
-            self._fresh, self._seen = value, True
+        if self.monitor is not None and (run.ends_epoch or run.stage == "val"):
+            value = values.get(self.monitor, values.get(f"{self.monitor}_epoch"))
+            if value is not None:
+                self._fresh, self._seen = value, True
 
     def on_save_point(self, run: Run) -> None:
         """Ask for a checkpoint if one is due."""
         if self.every is not None and run.is_main and time.monotonic() - self._timer >= self.every:
+            self._time_is_up = True
             run.save_soon()  # this clock is rank 0's alone: all hear of it with the next step
-        ends = run.state.stop_reason is not None
-        if not (ends or self._fresh is not None or run.save_asked or self._may_be_due(run)):
-            return
-        due, fresh = self._is_due(run), self._fresh
         self._check_monitor(run)
+        due = self._is_due(run)
+        the_end = run.state.stop_reason is not None and self._saves_the_end(run, self._all)
+        if not (due or the_end):
+            return
+        value = self._value(run) if due or self.monitor is None else None
         if due:
             self._fresh = None
-        the_end = ends and self._saves_the_end(run)
-        value = self._value(run, fresh) if due or (the_end and self.monitor is None) else None
-        if value is not None and self._enters(value):
+        if value is not None and self._kept.enters(value):
             self._ask(run, value)
-        elif (due and self.save_last) or the_end:
+        elif the_end or self.save_last:
             self._ask(run, None)
 
     def on_exception(self, run: Run, exception: BaseException) -> None:
         """Save the last boundary, where the error came at one; a second Ctrl-C ends the run at once."""
-        trained = run.state.global_step > 0 and run.state.global_step != self._saved_step
-        if self.saves_on_exception and run.at_boundary and trained and not isinstance(exception, KeyboardInterrupt):
-            if self._saves_the_end(run):
-                ranked = self.monitor is None and self.save_top_k != 0
-                self._ask(run, float(run.state.global_step) if ranked else None)
+        if not run.at_boundary or self._asked is not None or self._has_saved(run.state.global_step):
+            return
+        able = [each for each in self._all if each.saves_on_exception]
+        if not isinstance(exception, KeyboardInterrupt | CheckpointError) and self._saves_the_end(run, able):
+            ranked = self.monitor is None and self.save_top_k != 0
+            self._ask(run, float(run.state.global_step) if ranked else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, the checkpoint that is being written included."""
-        kept, last = self._after(self._pending)
-        return {"kept": kept, "last": last, "seen": self._seen, "fresh": self._fresh}
+        """What is kept once the checkpoint that is being written is complete, and what is removed then."""
+        stays = {entry.path for each in self._all for entry in each.coming.entries}
+        return self.coming.state_dict() | {
+            "doomed": [entry.path for entry in self.kept if entry.path not in stays],
+            "fresh": self._fresh,
+            "seen": self._seen,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was kept."""
-        self._kept = [(value, Path(path)) for value, path in state["kept"]]
-        self._last, self._seen, self._fresh = state["last"], state["seen"], state["fresh"]
+        self._kept = self._kept.loaded(state)
+        self._doomed, self._fresh, self._seen = state["doomed"], state["fresh"], state["seen"]
 
     # When
 
-    def _may_be_due(self, run: Run) -> bool:
-        state = run.state
-        return state.batch == 0 or (self.every_n_steps is not None and state.global_step % self.every_n_steps == 0)
-
     def _is_due(self, run: Run) -> bool:
-        state, epoch_ended = run.state, run.state.batch == 0
+        state = run.state
         if self.monitor is not None and self._fresh is None:
             return False
+        epoch_ended = state.batch == 0 and state.epoch > 0
         if self.every_n_steps is None and self.every_n_epochs is None and self.every is None:
             return self.monitor is not None or epoch_ended
-        by_steps = self.every_n_steps is not None and state.global_step % self.every_n_steps == 0
-        by_epochs = self.every_n_epochs is not None and epoch_ended and state.epoch % self.every_n_epochs == 0
-        by_time = self.every is not None and run.save_asked
-        return (by_steps and self._saved_step != state.global_step) or by_epochs or by_time
+        new_step = state.global_step > 0 and not self._has_saved(state.global_step)  # a window may be left out
+        if self.every_n_steps is not None and new_step and state.global_step % self.every_n_steps == 0:
+            return True
+        if self.every_n_epochs is not None and epoch_ended and state.epoch % self.every_n_epochs == 0:
+            return True
+        # Somebody asked for a save point, on all ranks; whether this clock did, rank 0 knows.
+        return self.every is not None and run.save_asked and run.devices.agree([float(self._time_is_up)])[0] > 0
 
-    def _value(self, run: Run, fresh: float | None) -> float | None:
+    def _has_saved(self, step: int) -> bool:
+        return any(entry.step == step for entry in self.kept)
+
+    def _value(self, run: Run) -> float | None:
         """What the checkpoint is ranked by: the monitor's value, else the order of saving; None if it is not finite."""
-        if self.monitor is None:
-            return float(run.state.global_step)
-        if fresh is None or math.isfinite(fresh):
-            return fresh
-        run.warn(f"{self.monitor} is {fresh} at step {run.state.global_step}: it is not taken for the best.")
+        value = float(run.state.global_step) if self.monitor is None else self._fresh
+        if value is None or math.isfinite(value):
+            return value
+        run.warn(f"{self.monitor} is {value} at step {run.state.global_step}: it is not taken for the best.")
         return None
 
-    def _enters(self, value: float) -> bool:
-        if self.save_top_k == 0:
-            return False
-        if self.monitor is None or self.save_top_k < 0 or len(self._kept) < self.save_top_k:
-            return True
-        worst = self._kept[-1][0]
-        return value < worst if self.mode == "min" else value > worst
-
-    def _saves_the_end(self, run: Run) -> bool:
-        """Whether it falls to this callback to save the end of the run."""
+    def _saves_the_end(self, run: Run, able: list[Checkpoint]) -> bool:
+        """Whether it falls to this one of those that are able to, to save what no later save point will."""
         if run.state.global_step == 0 or (self.save_top_k == 0 and not self.save_last):
             return False
-        full = [each for each in _checkpoints(run) if not each.weights_only and each.save_top_k != 0]
-        chosen = [each for each in full if each.monitor is None] or full or [self]
-        return self in chosen
+        full = [each for each in able if not each.weights_only and (each.save_top_k != 0 or each.save_last)]
+        return self in ([each for each in full if each.monitor is None] or full or able)
 
     def _check_monitor(self, run: Run) -> None:
         """A name that a whole epoch and its validation did not log will not come."""
-        if self.monitor is None or self._seen or not (run.validated or (run.state.batch == 0 and run.state.epoch)):
+        if self.monitor is None or self._seen or not (run.validated or not run.plan.validates):
             return
-        if self.monitor.startswith("val") and not run.validated:
-            return
-        if not self.monitor.startswith("val") and run.state.epoch == 0:
-            return
-        known = ", ".join(sorted(run.metrics)) or "nothing"
-        raise SettingsError(
-            f"Checkpoint watches {self.monitor!r}, which nothing has logged; there are {known}."
-            f"{_nearest(self.monitor, run.metrics)}"
-        )
+        if run.state.batch == 0 or self.monitor.startswith("val/"):
+            known = ", ".join(sorted(run.metrics)[:20]) or "no metrics"
+            text = f"Checkpoint watches {self.monitor!r}, which nothing has logged; there are {known}."
+            raise SettingsError(text + nearest(self.monitor, run.metrics))
 
     # What
 
     def _ask(self, run: Run, value: float | None) -> None:
-        path = self.folder / self._name(run)
-        self._pending = value, path
+        new = Entry(Path(), run.state.global_step, value)
+        staying = [*self._kept.after(new).entries, *(entry for o in self._all if o is not self for entry in o.kept)]
+        taken = {entry.path for entry in staying if entry.step != new.step}
+        name = file_name(self.name, {**run.metrics, "step": new.step, "epoch": run.state.epoch})
+        path, number = self.folder / name, 1
+        while path in taken:
+            number += 1
+            path = self.folder / f"{name}-{number}"
 
         def done(written: Path | None, failure: str | None) -> None:
-            self._finish(run, written)
+            self._asked = None
+            self._timer, self._time_is_up = time.monotonic(), False
+            if written is not None:
+                before, self._kept = self.kept, self._kept.after(new._replace(path=self.folder / written.name))
+                self._remove(run, [entry.path for entry in before])
+                self._announce(run)
 
-        run.save_checkpoint(path, weights_only=self.weights_only, pretrained=self.save_pretrained, done=done)
+        asked = run.save_checkpoint(
+            path, weights_only=self.weights_only, pretrained=self.save_pretrained, last=self.save_last, done=done
+        )
+        self._asked = asked, new
 
-    def _finish(self, run: Run, written: Path | None) -> None:
-        pending, self._pending = self._pending, None
-        if written is None or pending is None:
-            return
-        before = self.kept
-        self._kept, self._last = self._after((pending[0], _inside(written, run)))
-        self._saved_step, self._timer = run.state.global_step, time.monotonic()
-        if self.save_last and run.is_main:
-            _point(written.parent / "last", written)
-        elsewhere = [path for other in _checkpoints(run) if other is not self for path in other.kept]
-        for path in before:
-            if path not in self.kept and path not in elsewhere and run.run_dir is not None:
+    def _remove(self, run: Run, paths: Iterable[Path]) -> None:
+        """Remove those that no Checkpoint keeps."""
+        assert run.run_dir is not None
+        stays = {entry.path for each in self._all for entry in each.kept}
+        for path in paths:
+            if path not in stays:
                 run.remove_checkpoint(run.run_dir / path)
-        self._announce(run)
-
-    def _after(self, pending: tuple[float | None, Path] | None) -> tuple[list[tuple[float, Path]], Path | None]:
-        """What is kept once the pending checkpoint is complete: the ranked ones, and the newest."""
-        if pending is None:
-            return self._kept, self._last
-        value, path = pending
-        kept = [entry for entry in self._kept if entry[1] != path]  # a name that is used again
-        if value is not None:
-            kept.append((value, path))
-            kept.sort(key=lambda entry: entry[0], reverse=self.mode != "min")
-            kept = kept if self.save_top_k < 0 else kept[: self.save_top_k]
-        return kept, path if value is None or self.save_last else self._last
 
     def _announce(self, run: Run) -> None:
         """Tell the run which checkpoint is the best: of the first that watches something, else the latest."""
-        found = [each for each in _checkpoints(run) if each.best is not None]
-        watching = [each for each in found if each.monitor is not None]
-        best = (watching or found)[0].best if found else None
+        found = [each for each in self._all if each.best is not None]
+        best = next((each.best for each in found if each.monitor is not None), found[0].best if found else None)
         run.best_checkpoint = None if best is None or run.run_dir is None else run.run_dir / best
 
-    def _folder(self, run: Run) -> Path:
-        assert run.run_dir is not None
-        return run.run_dir / self.folder
 
-    def _name(self, run: Run) -> str:
-        values = {**run.metrics, "step": run.state.global_step, "epoch": run.state.epoch}
-        text = _Names().vformat(self.name, (), values)
-        return re.sub(r"[^\w.=+,-]+", "_", text).strip("._") or "checkpoint"
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class _Names(string.Formatter):
-    """Fields are whole names: `{val/accuracy:.3f}` is the value "val/accuracy"; one that is not there is "none"."""
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        return kwargs.get(field_name, "none"), field_name
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        return value if isinstance(value, str) else str(super().format_field(value, format_spec))
-
-
-def _checkpoints(run: Run) -> list[Checkpoint]:
-    return [callback for callback in run.callbacks if isinstance(callback, Checkpoint)]
-
-
-def _inside(path: Path, run: Run) -> Path:
-    """The path as it is stored: relative to the run's folder where it lies in it, so that the folder may be moved."""
-    assert run.run_dir is not None
-    return path.relative_to(run.run_dir) if path.is_relative_to(run.run_dir) else path
-
-
-def _point(link: Path, target: Path) -> None:
-    """Let a link point to a checkpoint beside it, or be a copy where the file system has no links."""
-    beside = link.with_name(f".{link.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        beside.unlink()
-    try:
-        beside.symlink_to(target.name)
-    except OSError:
-        shutil.copytree(target, beside)
-        if link.exists():
-            shutil.rmtree(link)
-    os.replace(beside, link)
-
-
-def _nearest(name: str, names: Mapping[str, float]) -> str:
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.3)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def _check(
-    monitor: str | None,
-    mode: str | None,
-    save_top_k: Any,
-    every_n_steps: Any,
-    every_n_epochs: Any,
-    every: Any,
-) -> None:
-    if (monitor is None) != (mode is None) or mode not in (None, "min", "max"):
-        raise SettingsError(
-            f'Checkpoint got monitor={monitor!r} and mode={mode!r}; with a monitor mode="min" or "max" says which '
-            "values are better, without one there is none."
-        )
-    if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
-        raise SettingsError(f"save_top_k={save_top_k!r}; a whole number was expected: -1 (all), 0 (none) or more.")
-    for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise SettingsError(f"{name}={value!r}; a whole number of at least 1 was expected.")
-    seconds = every.total_seconds() if isinstance(every, timedelta) else every
-    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
-        raise SettingsError(f"every={every!r}; a timedelta or seconds above 0 were expected.")
+def _check(name: str, value: object, fine: bool, expected: str) -> None:
+    if not fine:
+        raise SettingsError(f"Checkpoint got {name}={value!r}; {expected}.")

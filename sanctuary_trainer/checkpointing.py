@@ -3,34 +3,25 @@
     encode(value, tensors, name)  -> what json.dumps takes; tensors go to `tensors`, under names beginning with `name`
     decode(skeleton, tensors)     -> the value
 
-What JSON does not have is tagged: {"$tensor": name}, {"$complex": name}, {"$tuple": [...]},
+What JSON does not have is tagged: {"$tensor": name}, {"$complex": name}, also with "shape" and "strides" of one that
+lies in another order than usual (channels last) and is stored flat; {"$tuple": [...]},
 {"$dict": [[key, value], ...]}, {"$path": text}, {"$numpy": name, "scalar": bool}, {"$float": "nan"}, {"$bytes": text},
 {"$set": [...]}, {"$frozenset": [...]}, {"$counter": [[key, number], ...]}, {"$dtype": "bfloat16"}.
 
-A checkpoint is a folder, written whole or not at all:
-
-    .step_00000120.ID.partial/       made beside; ID is the run's
-      model.safetensors              the task's own keys                                   weights.py
-      state.json                     all else that is equal on all ranks: `write_state`
-      NAME.safetensors               the tensors of the entry NAME of state.json
-      rank_00000.safetensors, ...    what one rank alone knows: `write_rank`
-      manifest.json                  size and SHA-256 of each file; last
-    every file and the folder to the disk
-    step_00000120  ->  .step_00000120.ID.former     only where there is one of this name
-    .step_00000120.ID.partial  ->  step_00000120    from here on it is the checkpoint
+Files of a checkpoint are `state.json`, a file of tensors for each of its entries that has some, and one for each rank;
+the folder around them is `checkpoint_folder.py`'s.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
+import errno
 import json
 import math
 import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -38,8 +29,6 @@ import torch
 
 from sanctuary_trainer.errors import CheckpointError, DataError
 
-FORMAT: Final = 1
-MANIFEST: Final = "manifest.json"  # written last: a folder without one is no checkpoint
 STATE: Final = "state.json"
 WEIGHTS: Final = "model.safetensors"
 
@@ -61,8 +50,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     if isinstance(value, float) and type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.Tensor):
-        own = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        return {"$complex" if value.is_complex() else "$tensor": _keep(own, tensors, name)}
+        return _encode_tensor(value.detach(), tensors, name)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
@@ -81,6 +69,17 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, name)
     return _encode_numpy(value, tensors, name)
+
+
+def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> Any:
+    tag, own = ("$complex", torch.view_as_real(value)) if value.is_complex() else ("$tensor", value)
+    usual = torch.empty(own.shape, device="meta").stride()
+    # The order is part of a state: fused kernels walk through a parameter and its moments in memory, side by side, and
+    # give wrong values without a word where the two differ. empty_like keeps the strides of what has no gaps.
+    if own.stride() != usual and torch.empty_like(own, device="meta").stride() == own.stride():
+        flat = own.as_strided((own.numel(),), (1,))
+        return {tag: _keep(flat, tensors, name), "shape": list(own.shape), "strides": list(own.stride())}
+    return {tag: _keep(own, tensors, name)}
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], name: str) -> Any:
@@ -134,10 +133,11 @@ def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if tag in ("$tensor", "$complex", "$numpy") and content not in tensors:
         raise DataError(f"The tensor {content!r} is missing.")
     match tag:
-        case "$tensor":
-            return tensors[content]
-        case "$complex":
-            return torch.view_as_complex(tensors[content])
+        case "$tensor" | "$complex":
+            own = tensors[content]
+            if "strides" in skeleton:
+                own = own.as_strided(skeleton["shape"], skeleton["strides"])
+            return torch.view_as_complex(own) if tag == "$complex" else own
         case "$numpy":
             array = tensors[content].numpy()
             return array[()] if skeleton["scalar"] else array
@@ -227,6 +227,9 @@ def to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems cannot do it for a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -248,103 +251,7 @@ def read_tensors(path: Path, only_metadata: bool = False) -> tuple[dict[str, tor
     return tensors, metadata
 
 
-# Checkpoints
-
-
-def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: Callable[[Path], None]) -> None:
-    """Write a checkpoint whole or not at all; a former one of this name stays until the new one is complete.
-
-    Args:
-        folder: the checkpoint; its parent is made when it is missing.
-        owner: the run's id, which tells its unfinished folders from those of others.
-        about: what is to be known of it without reading it; stands in the manifest.
-        fill: writes the files into the folder that it is given.
-
-    Raises:
-        OSError: it could not be written, and nothing has changed.
-    """
-    beside, former = _hidden(folder, owner, "partial"), _hidden(folder, owner, "former")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir()
-        fill(beside)
-        files = sorted(path for path in beside.rglob("*") if path.is_file())
-        listed = {path.relative_to(beside).as_posix(): _sealed(path) for path in files}
-        write_file(beside / MANIFEST, json.dumps({"format": FORMAT, **about, "files": listed}, indent=1).encode())
-        for inner in (*(path for path in beside.rglob("*") if path.is_dir()), beside):
-            to_disk(inner)
-        if folder.is_dir():  # a name cannot be given to a second folder: for a moment the former has none
-            os.rename(folder, former)
-        os.rename(beside, folder)
-        to_disk(folder.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        _settle(former)
-
-
-def remove_checkpoint(folder: Path, owner: str) -> None:
-    """Remove a checkpoint; one that is half removed has no name by which it could be taken for a whole one."""
-    hidden = _hidden(folder, owner, "removed")
-    with suppress(FileNotFoundError):
-        os.rename(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def tidy(folder: Path, owner: str) -> None:
-    """Remove what a killed process of this run left unfinished in a folder of checkpoints."""
-    for hidden in folder.glob(f".*.{owner}.*"):
-        if hidden.suffix == ".former":
-            _settle(hidden)
-        elif hidden.suffix in (".partial", ".removed"):
-            shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _hidden(folder: Path, owner: str, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{owner}.{what}")
-
-
-def _settle(former: Path) -> None:
-    """Give a former checkpoint its name back if the new one did not come to be; else remove it."""
-    if not former.is_dir():
-        return
-    folder = former.with_name(former.name[1:].rsplit(".", 2)[0])
-    if folder.exists():
-        shutil.rmtree(former, ignore_errors=True)
-    else:
-        os.rename(former, folder)
-
-
-def _sealed(path: Path) -> dict[str, Any]:
-    """Bring a file to the disk; its size and checksum."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def check_whole(folder: Path) -> None:
-    """Compare a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
-    manifest = read_json(folder / MANIFEST)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not isinstance(manifest.get("format"), int):
-        raise CheckpointError(f"{folder / MANIFEST} is no manifest of a checkpoint.")
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads up to {FORMAT}.")
-    for name, told in files.items():
-        try:
-            size = (folder / name).stat().st_size
-            if size != told["bytes"]:
-                raise CheckpointError(f"{folder / name} is damaged: {size} bytes instead of {told['bytes']}.")
-            with open(folder / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != told["sha256"]:
-                    raise CheckpointError(f"{folder / name} is damaged: its checksum is not the manifest's.")
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+# The files of a checkpoint
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -377,13 +284,26 @@ def read_state(folder: Path, *names: str) -> dict[str, Any]:
     return state
 
 
-def write_rank(folder: Path, rank: int, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write what one rank alone knows, encoded; its skeleton stands in the file's metadata."""
-    write_tensors(folder / _rank_file(rank), tensors, {"state": json.dumps(skeleton, allow_nan=False)})
+def rank_file(state: Any) -> bytes:
+    """The content of a file for what one rank alone knows, as it is sent to the rank that writes.
+
+    Raises:
+        DataError: something in it cannot be written.
+    """
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = json.dumps(encode(state, tensors, "rank"), allow_nan=False)
+    return save(_each_its_own(tensors), {"state": skeleton})
+
+
+def write_rank(folder: Path, rank: int, content: bytes) -> None:
+    """Write what `rank_file` made."""
+    write_file(folder / _rank_file(rank), content)
 
 
 def read_rank(folder: Path, rank: int) -> Any:
-    """What `write_rank` wrote.
+    """What one rank alone knew.
 
     Raises:
         CheckpointError: the file is missing or broken.

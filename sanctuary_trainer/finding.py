@@ -11,13 +11,15 @@ for its newest checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sanctuary_trainer.checkpointing import MANIFEST, STATE, WEIGHTS, check_whole, read_json, tidy, write_file
+from sanctuary_trainer.checkpoint_folder import MANIFEST, PLACE, check_whole, read_manifest, restore_former, tidy
+from sanctuary_trainer.checkpointing import STATE, WEIGHTS, read_json, write_file
 from sanctuary_trainer.errors import CheckpointError
 
 RUN: Final = "run.json"
@@ -55,8 +57,7 @@ def choose(resume: str | Path, project_dir: Path, run_name: str | None, task: st
     found = _newest(run_dir) if run_dir is not None and run_dir.is_dir() else Chosen(None, None, [])
     if found.folder is None and resume == "last":
         where = run_dir or f"{project_dir}/{task}-*"
-        broken = f" Broken: {' '.join(found.broken)}" if found.broken else ""
-        raise CheckpointError(f'resume="last" found no whole checkpoint in {where}.{broken}')
+        raise CheckpointError(f'resume="last" found no whole checkpoint in {where}.{_told(found.broken)}')
     return found
 
 
@@ -71,7 +72,7 @@ def runs_of(project_dir: Path, task: str) -> list[Path]:
     return [path for path in project_dir.glob(f"{task}-*") if path.name.removeprefix(f"{task}-").isdigit()]
 
 
-def open_run(run_dir: Path, saved: Mapping[str, Any]) -> tuple[str, int]:
+def open_run(run_dir: Path, saved: Mapping[str, Any]) -> tuple[str, int, dict[Path, int]]:
     """Note in `run.json` that an attempt begins.
 
     Args:
@@ -79,7 +80,7 @@ def open_run(run_dir: Path, saved: Mapping[str, Any]) -> tuple[str, int]:
         saved: what the checkpoint tells from which it goes on; empty for a fresh start.
 
     Returns:
-        The run's id, and the number of this attempt, from 0.
+        The run's id; the number of this attempt, from 0; the checkpoints of the run, and the step of each.
     """
     about = _about(run_dir)
     step = saved["progress"]["global_step"] if saved else 0
@@ -87,24 +88,27 @@ def open_run(run_dir: Path, saved: Mapping[str, Any]) -> tuple[str, int]:
     about["starts"] = [*about.get("starts", []), step]
     about.setdefault("folders", [CHECKPOINTS])
     write_file(run_dir / RUN, json.dumps(about, indent=1).encode())
-    for folder in _folders(run_dir, about):
-        tidy(folder, about["id"])
-    return about["id"], len(about["starts"]) - 1
+    for stray in run_dir.glob(f".{RUN}.*.partial"):
+        stray.unlink()
+    _tidy(run_dir, about)
+    found = {path: read_manifest(path) for folder in _folders(run_dir, about) for path in _checkpoints_in(folder)}
+    own = {path: told["global_step"] for path, told in found.items() if told.get("run") == about["id"]}
+    return about["id"], len(about["starts"]) - 1, own
 
 
 def note_folder(run_dir: Path, folder: Path) -> None:
     """Note in `run.json` that checkpoints of the run lie in a folder."""
     about = _about(run_dir)
-    name = str(folder.relative_to(run_dir)) if folder.is_relative_to(run_dir) else str(folder.resolve())
-    if name not in about.get("folders", []):
-        about["folders"] = [*about.get("folders", []), name]
+    name = str(folder.relative_to(run_dir)) if folder.is_relative_to(run_dir) else os.path.abspath(folder)
+    if about and name not in about["folders"]:
+        about["folders"].append(name)
         write_file(run_dir / RUN, json.dumps(about, indent=1).encode())
 
 
 def free_name(folder: Path, run_id: str) -> Path:
     """The folder's name, or with a number where a checkpoint of another run has it."""
     name, number = folder, 1
-    while name.exists() and _manifest(name).get("run") != run_id:
+    while name.exists() and read_manifest(name).get("run") != run_id:
         number += 1
         name = folder.with_name(f"{folder.name}-{number}")
     return name
@@ -112,17 +116,19 @@ def free_name(folder: Path, run_id: str) -> Path:
 
 def _named(path: Path, project_dir: Path) -> Chosen:
     """What a path stands for: a checkpoint, a folder of checkpoints, or a run's folder."""
+    restore_former(path)
     if not path.is_dir():
         raise CheckpointError(f"resume={str(path)!r}: there is no such folder.")
     if not _is_checkpoint(path):
         found = _newest(path)
         if found.folder is None:
-            broken = f" Broken: {' '.join(found.broken)}" if found.broken else ""
-            raise CheckpointError(f"resume={str(path)!r}: it is no checkpoint, and holds no whole one.{broken}")
+            raise CheckpointError(
+                f"resume={str(path)!r}: it is no checkpoint, and holds no whole one.{_told(found.broken)}"
+            )
         return found._replace(run_dir=found.run_dir or _run_of(found.folder, project_dir))
     path = path.resolve()
     check_whole(path)
-    if _manifest(path).get("kind") != "full":
+    if read_manifest(path)["kind"] != "full":
         raise CheckpointError(
             f"{path} holds weights only, so that no run can go on from it. Load them before fit: task.load_weights."
         )
@@ -131,70 +137,83 @@ def _named(path: Path, project_dir: Path) -> Chosen:
 
 def _run_of(checkpoint: Path, project_dir: Path) -> Path | None:
     """The folder of the run that wrote a checkpoint: above it, or among the project's."""
-    run_id = _manifest(checkpoint).get("run")
+    run_id = read_manifest(checkpoint)["run"]
     near = [*checkpoint.parents, *(path.parent for path in project_dir.glob(f"*/{RUN}"))]
     return next((folder for folder in near if _about(folder).get("id") == run_id), None)
 
 
-def _newest(run_dir: Path) -> Chosen:
-    about = _about(run_dir)
+def _newest(path: Path) -> Chosen:
+    """The newest whole checkpoint of a run, given its folder or one of its folders of checkpoints."""
+    run_dir = next((folder for folder in (path, *path.parents) if (folder / RUN).exists()), None)
+    about = {} if run_dir is None else _about(run_dir)
+    if run_dir is not None:
+        _tidy(run_dir, about)
+    folders = [*_folders(path, about), path] if run_dir in (None, path) else [path]
+    found = {each.resolve(): None for folder in folders for each in _checkpoints_in(folder)}
     broken: list[str] = []
-    found = [path for folder in (*_folders(run_dir, about), run_dir) for path in _checkpoints_in(folder)]
-    for path in sorted(set(found), key=_place, reverse=True):
-        told = _manifest(path)
-        if told.get("kind", "full") != "full" or told.get("run", about.get("id")) != about.get("id", told.get("run")):
-            continue
-        if not _is_live(told, about):
+    for checkpoint in sorted(found, key=_place, reverse=True):
+        if not _may_go_on(read_manifest(checkpoint), about):
             continue
         try:
-            check_whole(path)
+            check_whole(checkpoint)
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        return Chosen(path, run_dir if about else None, broken)
-    return Chosen(None, run_dir if about else None, broken)
+        return Chosen(checkpoint, run_dir, broken)
+    return Chosen(None, run_dir, broken)
 
 
-def _is_live(told: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint lies on the branch that the run's last attempt goes on with."""
-    later = about.get("starts", [])[told.get("attempt", 0) + 1 :]
-    return all(told.get("global_step", 0) <= start for start in later)
+def _may_go_on(told: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether a run may go on from a checkpoint, by its manifest; one without is looked at, to be told of.
+
+    It is complete, the run's own, and lies on the branch that the run's last attempt goes on with.
+    """
+    if not told:
+        return True
+    if told["kind"] != "full" or told["run"] != about.get("id", told["run"]):
+        return False
+    later = about.get("starts", [])[told["attempt"] + 1 :]
+    return all(told["global_step"] <= start for start in later)
 
 
 def _place(path: Path) -> tuple[int, ...]:
     """What checkpoints are ordered by; of one without a manifest the number in its name."""
-    told = _manifest(path)
-    if "global_step" in told:
-        return told["global_step"], told["attempt"], told["epoch"], told["batch"]
+    told = read_manifest(path)
+    if told:
+        return tuple(told[name] for name in PLACE)
     digits = re.findall(r"\d+", path.name)
     return (int(digits[-1]) if digits else 0), 0, 0, 0
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink() and not path.name.startswith(".") and _is_checkpoint(path):
-                yield path.resolve()
+    """What is a checkpoint there, or was meant to be one; bare weights may be anybody's."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.is_symlink() and not path.name.startswith(".") and _is_checkpoint(path, MANIFEST, STATE):
+            yield path
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint, or was meant to be one."""
-    return any((path / name).exists() for name in (MANIFEST, STATE, WEIGHTS))
+def _is_checkpoint(path: Path, *files: str) -> bool:
+    return any((path / name).is_file() for name in files or (MANIFEST, STATE, WEIGHTS))
 
 
 def _folders(run_dir: Path, about: Mapping[str, Any]) -> list[Path]:
     return [run_dir / name for name in about.get("folders", [CHECKPOINTS])]
 
 
+def _tidy(run_dir: Path, about: Mapping[str, Any]) -> None:
+    for folder in _folders(run_dir, about) if about else ():
+        tidy(folder, about["id"])
+
+
 def _about(run_dir: Path) -> dict[str, Any]:
+    """What `run.json` tells; empty where there is none, or where it is not one."""
     try:
-        return read_json(run_dir / RUN)
+        about = read_json(run_dir / RUN)
     except CheckpointError:
         return {}
+    kinds = {"id": str, "starts": list, "folders": list}
+    return about if all(isinstance(about.get(name), kind) for name, kind in kinds.items()) else {}
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path / MANIFEST)
-    except CheckpointError:
-        return {}
+def _told(broken: list[str]) -> str:
+    return f" Broken: {' '.join(broken)}" if broken else ""

@@ -27,16 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sanctuary_trainer.checkpointing import (
-    WEIGHTS,
-    check_whole,
-    encode,
-    read_rank,
-    read_state,
-    write_checkpoint,
-    write_rank,
-    write_state,
-)
+from sanctuary_trainer.checkpoint_folder import check_whole, write_checkpoint, write_link
+from sanctuary_trainer.checkpointing import WEIGHTS, encode, rank_file, read_rank, read_state, write_rank, write_state
 from sanctuary_trainer.errors import CheckpointError, DataError
 from sanctuary_trainer.finding import Chosen, choose, free_name, note_folder
 from sanctuary_trainer.seeding import mix
@@ -62,9 +54,8 @@ def write_requested(run: Run) -> None:
     """
     requests, run.requests = run.requests, []
     with run.devices.together():
-        tensors: dict[str, torch.Tensor] = {}
-        own = encode(_rank_state(run), tensors, "rank")
-    ranks = run.devices.gather_objects((own, {name: tensor.cpu() for name, tensor in tensors.items()}))
+        own = rank_file(_rank_state(run))
+    ranks = run.devices.gather_objects(own)
     for folder in dict.fromkeys(request.folder for request in requests):
         group = [request for request in requests if request.folder == folder]
         path, failure = run.devices.on_main(partial(_written, run, group, ranks))
@@ -76,13 +67,13 @@ def write_requested(run: Run) -> None:
             continue
         if path is None and run.state.stop_reason is not None and not failure.startswith(_NOT_FINITE):
             raise CheckpointError(f"The run's last checkpoint could not be written. {failure}")
-        run.warn(f"{failure} The run goes on, and the checkpoints before stay.")
+        run.warn(f"{failure} The checkpoints before stay.")
 
 
 _NOT_FINITE = "The weights are not finite"
 
 
-def _written(run: Run, group: list[Request], ranks: list[Any]) -> tuple[Path | None, str | None]:
+def _written(run: Run, group: list[Request], ranks: list[bytes]) -> tuple[Path | None, str | None]:
     """Write one checkpoint on rank 0: its path, or why there is none."""
     assert run.run_dir is not None and run.tracking is not None
     full = not all(request.weights_only for request in group)
@@ -90,6 +81,8 @@ def _written(run: Run, group: list[Request], ranks: list[Any]) -> tuple[Path | N
         return None, f"{_NOT_FINITE} at step {run.state.global_step}; they were not saved."
     try:
         folder = free_name(group[0].folder, run.run_id)
+        for request in group:
+            request.folder, request.begun = folder, True
         note_folder(run.run_dir, folder.parent)
         state = _state(run, full)
         about = {"kind": "full" if full else "weights", "run": run.run_id, "attempt": run.attempt}
@@ -98,8 +91,8 @@ def _written(run: Run, group: list[Request], ranks: list[Any]) -> tuple[Path | N
         def fill(beside: Path) -> None:
             save_weights(run.task, beside / WEIGHTS)
             write_state(beside, state)
-            for rank, (skeleton, tensors) in enumerate(ranks if full else ()):
-                write_rank(beside, rank, skeleton, tensors)
+            for rank, content in enumerate(ranks if full else ()):
+                write_rank(beside, rank, content)
             if any(request.pretrained for request in group):
                 for name, model in _pretrained(run.task):
                     model.save_pretrained(beside / name)
@@ -107,6 +100,12 @@ def _written(run: Run, group: list[Request], ranks: list[Any]) -> tuple[Path | N
         write_checkpoint(folder, run.run_id, about | place, fill)
     except OSError as error:
         return None, f"The checkpoint {group[0].folder} could not be written: {error}."
+    link = free_name(folder.with_name("last"), run.run_id)
+    try:
+        if any(request.last for request in group) and link != folder:
+            write_link(link, folder, run.run_id)
+    except OSError as error:
+        return folder, f"The link {link} to {folder} could not be made: {error}."
     return folder, None
 
 
@@ -160,7 +159,7 @@ def _state(run: Run, full: bool) -> dict[str, Any]:
 
 
 def check_can_be_saved(run: Run) -> None:
-    """Encode what a checkpoint would hold of callbacks and optimizers: what cannot be is told before the run.
+    """Encode what a checkpoint would hold of callbacks, optimizers and modules: what cannot be is told before the run.
 
     Raises:
         DataError: naming it.
@@ -169,6 +168,9 @@ def check_can_be_saved(run: Run) -> None:
     for callback in run.callbacks:
         encode(callback.state_dict(), {}, callback.state_key)
     encode(run.optimization.state_dict(), {}, "optimizer")
+    for name, value in run.task.state_dict().items():
+        if not isinstance(value, torch.Tensor):  # what a module gives in get_extra_state
+            encode(value, {}, name)
 
 
 def _can_be_encoded(value: Any) -> bool:
@@ -265,14 +267,15 @@ def look_up(
     Args:
         devices: the ranks.
         settings: the Trainer's.
-        task: the name of the task's class.
+        task: the qualified name of the task's class.
         resume: see `Trainer.fit`.
 
     Raises:
         CheckpointError: there is none where one is demanded, or it is broken or another task's.
     """
     project_dir, run_name = Path(settings["project_dir"]), settings["run_name"]
-    chosen: Chosen = devices.on_main(lambda: choose(resume, project_dir, run_name, task.lower()))
+    name = task.rpartition(".")[2].lower()  # of a class in a function or a class, as in the names of run folders
+    chosen: Chosen = devices.on_main(lambda: choose(resume, project_dir, run_name, name))
     if chosen.broken and devices.is_main:
         instead = f"Going on from {chosen.folder}." if chosen.folder else "Starting fresh."
         warnings.warn(f"{' '.join(chosen.broken)} {instead}", stacklevel=4)

@@ -10,13 +10,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sanctuary_trainer.callback import Callbacks
-from sanctuary_trainer.checkpointing import remove_checkpoint
+from sanctuary_trainer.checkpoint_folder import remove_checkpoint
 from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
@@ -33,13 +34,21 @@ from sanctuary_trainer.telling import Telling
 from sanctuary_trainer.tracking import Tracking
 
 
-class Request(NamedTuple):
-    """A checkpoint that was asked for; see `Run.save_checkpoint`."""
+@dataclass
+class Request:
+    """A checkpoint that was asked for; see `Run.save_checkpoint`.
+
+    Attributes:
+        folder: where it is written; on rank 0, once it has begun, with a number if another run has that name.
+        begun: whether rank 0 has begun to write it: the callbacks' states are taken then.
+    """
 
     folder: Path
     weights_only: bool
     pretrained: bool
+    last: bool
     done: Callable[[Path | None, str | None], None] | None
+    begun: bool = False
 
 
 class Run:
@@ -76,6 +85,7 @@ class Run:
         ends_epoch: whether the run is at what falls on the end of an epoch.
         validated: whether a validation has taken place in this fit; sanity validation does not count.
         run_id: tells this run from others, also in a folder that several share; the same after a resume.
+        checkpoints: the checkpoints of this run that rank 0 found when it began, and the step of each.
         save_asked: at a save point, whether somebody asked for one with `save_soon`; the same on all ranks.
         at_boundary: whether a checkpoint written now could be continued exactly; the same on all ranks in
             `on_exception`.
@@ -121,6 +131,7 @@ class Run:
         self.compiled: list[torch.nn.Module] = []  # what this run compiled
         self.signals = Signals()
         self.run_id, self.attempt = "", 0
+        self.checkpoints: dict[Path, int] = {}
         self.continued: Path | None = None  # the checkpoint that this run goes on from,
         self.saved: dict[str, Any] = {}  # what it tells of the run,
         self.generators: dict[str, Any] | None = None  # and the generators of this rank
@@ -204,8 +215,9 @@ class Run:
         *,
         weights_only: bool = False,
         pretrained: bool = True,
+        last: bool = False,
         done: Callable[[Path | None, str | None], None] | None = None,
-    ) -> None:
+    ) -> Request:
         """Ask for a checkpoint, on all ranks alike, in `on_save_point` or, where `at_boundary`, in `on_exception`.
 
         It is written when all callbacks have run. One that cannot be written leaves the former one as it is: a warning
@@ -217,15 +229,20 @@ class Run:
                 run has that name, a number is added.
             weights_only: nothing but the weights, so that no run can go on from it.
             pretrained: also call `save_pretrained` of the task's transformers models.
+            last: let a link `last` beside it point to it, or be a copy of it where the file system has no links.
             done: called on all ranks with the path that was written, or None and the reason.
         """
         assert self.run_dir is not None
-        self.requests.append(Request(self.run_dir / folder, weights_only, pretrained, done))
+        self.requests.append(Request(self.run_dir / folder, weights_only, pretrained, last, done))
+        return self.requests[-1]
 
     def remove_checkpoint(self, folder: Path) -> None:
-        """Remove a checkpoint of this run, on rank 0; does nothing where there is none."""
+        """Remove a checkpoint of this run, on rank 0; does nothing where there is none, and warns where it cannot."""
         if self.is_main:
-            remove_checkpoint(folder, self.run_id)
+            try:
+                remove_checkpoint(folder, self.run_id)
+            except OSError as error:
+                self.warn(f"The checkpoint {folder} could not be removed: {error}.")
 
     def save_soon(self) -> None:
         """Ask, on any rank, for a save point with `save_asked`: all ranks come to it at the same step."""

@@ -22,7 +22,8 @@ from torch import nn
 
 from sanctuary_trainer import batch as batches
 from sanctuary_trainer.callback import refuse_unknown_hooks
-from sanctuary_trainer.checkpointing import WEIGHTS, check_whole, read_state
+from sanctuary_trainer.checkpoint_folder import check_whole
+from sanctuary_trainer.checkpointing import WEIGHTS, read_state
 from sanctuary_trainer.errors import CallbackError, TaskError
 from sanctuary_trainer.weights import load_weights, save_weights
 

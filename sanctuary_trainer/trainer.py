@@ -363,7 +363,7 @@ class Trainer:
         run.executor = Executor(run.task, run.devices)
         run.execute = run.executor.execute
         run.run_dir = run_dir
-        run.run_id, run.attempt = run.devices.on_main(lambda: open_run(run_dir, run.saved))
+        run.run_id, run.attempt, run.checkpoints = run.devices.on_main(lambda: open_run(run_dir, run.saved))
         chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
         run.hparams = {**run.task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
         with run.devices.together():

@@ -30,7 +30,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
     plain = _plain_names(module)
     own = {plain(name): value for name, value in module.state_dict().items()}
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-    tied = {name: others[0] for name, others in _tied_names(tensors).items() if min(others) < name}
+    tied = {name: min(others) for name, others in _tied_names(tensors).items() if min(others) < name}
     tensors = {name: value for name, value in tensors.items() if name not in tied}
     extra = {name: encode(own[name], tensors, name) for name in own if name not in tensors and name not in tied}
     about = json.dumps({"tied": tied, "extra": extra}, sort_keys=True) if tied or extra else ""
@@ -55,7 +55,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> list[str
         stored = next((other for other in others if other in found), None)
         if name not in found and stored is not None:
             found[name] = found[stored]
-    matching = {name: value for name, value in found.items() if name in own and _fits(value, own[name])}
+    matching = {name: value for name, value in found.items() if name in own and _fits(name, value, own[name])}
     reshaped = [
         f"{n} ({tuple(found[n].shape)} in the file, {tuple(own[n].shape)} here)"
         for n in found
@@ -88,8 +88,10 @@ def _read(path: Path) -> dict[str, Any]:
     return {n: t for n, t in tensors.items() if n not in extra and not (inside and n.startswith(inside))} | values
 
 
-def _fits(value: Any, own: Any) -> bool:
-    return not isinstance(own, torch.Tensor) or (isinstance(value, torch.Tensor) and own.shape == value.shape)
+def _fits(name: str, value: Any, own: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
+        return True  # the module knows what it can take
+    return isinstance(value, torch.Tensor) and own.shape == value.shape
 
 
 def _known(name: str, own: Mapping[str, Any]) -> str:
@@ -104,7 +106,8 @@ def _known(name: str, own: Mapping[str, Any]) -> str:
 
 def _plain_names(module: nn.Module) -> Callable[[str], str]:
     """A function that leaves the names of wrappers out of a key of the module's state."""
-    wrappers = {name: inner for name, each in module.named_modules() if (inner := _wraps(each)) is not None}
+    named = module.named_modules(remove_duplicate=False)  # keys name a module in every place where it is
+    wrappers = {name: inner for name, each in named if (inner := _wraps(each)) is not None}
     if not wrappers:
         return str
 
@@ -135,10 +138,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _tied_names(state: Mapping[str, Any]) -> dict[str, list[str]]:
     """For each key whose tensor is stored under other keys too, those keys."""
-    by_storage: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
+    by_storage: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
-            key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape))
+            start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+            key = (*start, tensor.dtype, tensor.shape, tensor.stride())  # a transposed view holds other values
             by_storage.setdefault(key, []).append(name)
     return {name: [n for n in names if n != name] for names in by_storage.values() if len(names) > 1 for name in names}
 

@@ -63,7 +63,7 @@ def finish_step(run: Run, stop: bool, epoch_ends: bool, made: bool) -> None:
     run.settle_stop(stop)
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
     run.telling.goes_on(epoch_ends)
-    if made and not epoch_ends:
+    if not epoch_ends and (made or state.stop_reason is not None):  # a run may end in a window that was left out
         save_point(run, together=state.stop_reason is not None)  # else a window follows
     else:
         run.at_boundary = not epoch_ends
