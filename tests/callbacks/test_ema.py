@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -624,6 +626,36 @@ def test_a_resumed_run_has_the_average_and_the_values_of_the_uninterrupted_one(s
     assert same(straight.average, resumed.average)
     assert list(straight.average) == list(resumed.average)
     assert values == values_too and len(values) == 4
+
+
+class Interrupted(ConvNet):
+    """Gets a SIGTERM in the second pass of the validation after this step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.run.variant and self.run.state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("step", "settings"), [(4, {"val_check_interval": 4}), (10, {})], ids=["within", "at the end"])
+def test_a_signal_in_the_second_pass_costs_nothing(step: int, settings: dict[str, Any]) -> None:
+    def train(name: str, step: int = -1, resume: str | None = None) -> Any:
+        task, ema, early = Interrupted(step), EMA(0.9), EarlyStopping("val/loss_ema", "min", patience=50)
+        trainer = quiet_trainer(callbacks=[ema, early, Checkpoint()], run_name=name, max_epochs=2, **settings)
+        result = trainer.fit(task, loader(images(40)), loader(images(6, seed=2)), resume=resume)
+        values = {name: value for name, value in result.metrics.items() if "per_second" not in name}
+        return copied(task), ema.average, values, early.state_dict()
+
+    weights, average, values, early = train("straight")
+    with pytest.raises(SystemExit):
+        train("parts", step)
+    weights_too, average_too, values_too, early_too = train("parts", resume="last")
+    assert same(weights, weights_too) and same(average, average_too)
+    assert values == values_too and early == early_too
 
 
 def test_a_loaded_state_is_a_copy() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sanctuary_trainer import Callback, RankError, SettingsError
-from sanctuary_trainer.callbacks import EMA, EarlyStopping
+from sanctuary_trainer.callbacks import EMA, Checkpoint, EarlyStopping
 from tests.callbacks.test_ema import ConvNet, Kept, copied, images, same
 from tests.distributed.workers import Ranks
 from tests.small_tasks import Line, Net, classes, floats, loader, quiet_trainer
@@ -130,6 +130,29 @@ def test_batch_norm_is_validated_with_the_averaged_statistics_of_rank_0(two_rank
         averaged = quiet_trainer().validate(task, loader(images(7, seed=2)))
     expected = {**alone, **{f"{name}_ema": value for name, value in averaged.items()}}
     assert metrics == pytest.approx(expected, abs=1e-12)
+
+
+def train_in_parts() -> Any:
+    def train(name: str, max_steps: int, resume: str | None = None) -> Any:
+        task, ema, early = ConvNet(), EMA(0.9), EarlyStopping("val/loss_ema", "min", patience=50)
+        trainer = quiet_trainer(
+            callbacks=[ema, early, Checkpoint()], run_name=name, max_steps=max_steps, val_check_interval=4
+        )
+        result = trainer.fit(task, loader(images(40), 2), loader(images(7, seed=2)), resume=resume)
+        values = {name: value for name, value in result.metrics.items() if name.startswith("val/")}
+        return copied(task), ema.average, values, early.state_dict()
+
+    straight = train("straight", 20)
+    train("parts", 13)
+    return straight, train("parts", 20, "last")
+
+
+def test_a_resumed_run_has_the_average_and_the_count_of_the_uninterrupted_one(two_ranks: Ranks) -> None:
+    for rank, (straight, resumed) in enumerate(two_ranks(train_in_parts)):
+        assert same(straight[0], resumed[0]) and straight[2:] == resumed[2:]
+        # Of the running statistics an evaluation uses rank 0's, and these are what is saved.
+        names = [name for name in straight[1] if rank == 0 or "running" not in name]
+        assert same({n: straight[1][n] for n in names}, {n: resumed[1][n] for n in names})
 
 
 class FailsOnOne(ConvNet):
