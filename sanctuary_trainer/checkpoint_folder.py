@@ -50,6 +50,7 @@ def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: C
     beside, former = _hidden(folder, owner, "partial"), _hidden(folder, owner, "former")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(beside, ignore_errors=True)
+    _settle(former)
     try:
         beside.mkdir()
         try:
@@ -78,6 +79,7 @@ def write_link(link: Path, target: Path, owner: str) -> None:
         raise OSError("a checkpoint has this name")
     beside, former = _hidden(link, owner, "partial"), _hidden(link, owner, "former")
     _clear(beside)
+    _settle(former)
     try:
         try:
             beside.symlink_to(target.name)
