@@ -27,7 +27,7 @@ _PREFIXES = ("_orig_mod.", "module.", "_forward_module.")  # of others' files
 
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a module's parameters and buffers; what its modules give in `get_extra_state` goes with them."""
-    plain = _plain_names(module)
+    plain = plain_names(module)
     own = {plain(name): value for name, value in module.state_dict().items()}
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     tied = {name: min(others) for name, others in _tied_names(tensors).items() if min(others) < name}
@@ -47,7 +47,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> list[str
         DataError: the file cannot be read, keys or shapes differ (strict), or not one key agrees.
     """
     found = _read(path)
-    kind, state, plain = type(module).__name__, module.state_dict(), _plain_names(module)
+    kind, state, plain = type(module).__name__, module.state_dict(), plain_names(module)
     real = {plain(name): name for name in state}
     own = {short: state[name] for short, name in real.items()}
     found = {_known(name, own): value for name, value in found.items()}
@@ -63,7 +63,9 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> list[str
     ]
     missing = [name for name in own if name not in found]
     foreign = [name for name in found if name not in own]
-    if not matching:
+    if not matching and not (strict and reshaped):
+        if reshaped:
+            raise DataError(f"The weights {path} share no key of the same shape with {kind}: {_some(reshaped)}.")
         raise DataError(
             f"The weights {path} share no key with {kind}: the file has {_some(found)}, the task has {_some(own)}."
         )
@@ -104,7 +106,7 @@ def _known(name: str, own: Mapping[str, Any]) -> str:
     return short if short in own else name
 
 
-def _plain_names(module: nn.Module) -> Callable[[str], str]:
+def plain_names(module: nn.Module) -> Callable[[str], str]:
     """A function that leaves the names of wrappers out of a key of the module's state."""
     named = module.named_modules(remove_duplicate=False)  # keys name a module in every place where it is
     wrappers = {name: inner for name, each in named if (inner := _wraps(each)) is not None}
