@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ from sanctuary_trainer.checkpoint_folder import check_whole, write_checkpoint, w
 from sanctuary_trainer.checkpointing import WEIGHTS, encode, rank_file, read_rank, read_state, write_rank, write_state
 from sanctuary_trainer.errors import CheckpointError, DataError
 from sanctuary_trainer.finding import Chosen, choose, free_name, note_folder
+from sanctuary_trainer.hparams import flatten_hparams
 from sanctuary_trainer.seeding import mix
-from sanctuary_trainer.tracking import flatten_hparams
 from sanctuary_trainer.weights import load_weights, save_weights, unwrapped
 
 if TYPE_CHECKING:
@@ -182,10 +183,8 @@ def _can_be_encoded(value: Any) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    from sanctuary_trainer import __version__
-
     return {
-        "sanctuary_trainer": __version__,
+        "sanctuary_trainer": sys.modules["sanctuary_trainer"].__version__,  # of a checkout too
         "torch": torch.__version__,
         "accelerate": version("accelerate"),
         "python": platform.python_version(),

@@ -22,7 +22,8 @@ from torch import nn
 
 from sanctuary_trainer.errors import DataError, SettingsError
 from sanctuary_trainer.event_file import image_grid
-from sanctuary_trainer.tracking import Tracking, check_log_with, flatten_hparams
+from sanctuary_trainer.hparams import flatten_hparams
+from sanctuary_trainer.tracking import Tracking, check_log_with
 
 
 @dataclasses.dataclass
@@ -184,7 +185,7 @@ def test_hyper_parameters_that_are_numbers_in_other_clothes_stay_numbers() -> No
         "none/inside": "{}",
         "1/2": "key",
         "pair": "(torch.nn.modules.activation.ReLU, a)",
-        "function": "sanctuary_trainer.tracking.flatten_hparams",
+        "function": "sanctuary_trainer.hparams.flatten_hparams",
     }
     assert flat["bool"] is True
 

@@ -58,7 +58,8 @@ def sanity_validation(run: Run) -> None:
     if not (run.plan.validates and rounds):
         return
     metrics = evaluate(run, "sanity", limit=rounds)
-    for text in run.optimization.unknown_monitors(metrics) if run.optimization is not None else ():
+    known = [*metrics, *(f"{name}_{variant}" for variant in run.variants for name in metrics)]
+    for text in run.optimization.unknown_monitors(known) if run.optimization is not None else ():
         run.warn(text)
 
 
