@@ -39,7 +39,7 @@ class Ranks(Protocol):
     def gather_floats(self, values: list[float]) -> list[list[float]]: ...
 
 
-def _is_metric(value: object) -> bool:
+def is_metric(value: object) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -53,19 +53,19 @@ def is_metric_or_collection(value: object) -> bool:
 
 
 def _metrics_in(module: nn.Module) -> list[Any]:
-    return [inner for inner in module.modules() if _is_metric(inner)]
+    return [inner for inner in module.modules() if is_metric(inner)]
 
 
-def _own_states(metric: Any) -> list[str]:
+def own_states(metric: Any) -> list[str]:
     """ClasswiseWrapper shows its inner metric's states as its own; merged twice they would count double."""
     return [name for name in metric._defaults if name in vars(metric)]
 
 
-def _is_updated(metric: Any) -> bool:
+def is_updated(metric: Any) -> bool:
     # Wrappers do not count their updates, and a metric inside one that shares another's states (compute groups) is
     # not told of them: these show it in their states. Comparing waits for the device, so it comes second.
     counted = metric._update_count > 0 and len(_metrics_in(metric)) == 1
-    return counted or any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in _own_states(metric))
+    return counted or any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in own_states(metric))
 
 
 def _is_default(state: Any, default: Any) -> bool:
@@ -74,7 +74,7 @@ def _is_default(state: Any, default: Any) -> bool:
     return len(state) == 0
 
 
-def _reset(metric: Any) -> None:
+def reset(metric: Any) -> None:
     # A state made under inference mode could not be added to in place by the next training step.
     with torch.inference_mode(False):
         metric.reset()
@@ -103,20 +103,20 @@ def metrics_aside(task: nn.Module, logged: Iterable[nn.Module] = (), *, leave_no
     saved = [
         (metric, dict(vars(metric)))
         for metric in kept
-        if leave_no_trace or any(_is_updated(inner) for inner in _metrics_in(metric))
+        if leave_no_trace or any(is_updated(inner) for inner in _metrics_in(metric))
     ]
     with torch.inference_mode(False), torch.no_grad():
         for metric, attributes in saved:
-            for name in _own_states(metric):
+            for name in own_states(metric):
                 # Copies, because `reset` empties lists in place and an update adds to tensors in place.
                 vars(metric)[name] = _copied(attributes[name])
     for metric in metrics:
-        _reset(metric)
+        reset(metric)
     try:
         yield
     finally:
         for metric in metrics:
-            _reset(metric)
+            reset(metric)
         for metric, attributes in saved:
             vars(metric).clear()
             vars(metric).update(attributes)
@@ -125,7 +125,7 @@ def metrics_aside(task: nn.Module, logged: Iterable[nn.Module] = (), *, leave_no
 def reset_metrics(module: nn.Module) -> None:
     """Reset every metric in a module."""
     for metric in _metrics_in(module):
-        _reset(metric)
+        reset(metric)
 
 
 def computed(task: nn.Module, paths: Sequence[str], devices: Ranks) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def computed(task: nn.Module, paths: Sequence[str], devices: Ranks) -> dict[str,
             if any(id(metric) in updated for metric in _metrics_in(top))
         }
     for top in tops.values():
-        _reset(top)
+        reset(top)
     return results
 
 
@@ -161,7 +161,7 @@ def _merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
     ranks change nothing. torchmetrics' own synchronisation is off inside.
     """
     alone = devices.world_size == 1
-    mine = [_packed(metric, states=not alone) if _is_updated(metric) else None for metric in metrics]
+    mine = [_packed(metric, states=not alone) if is_updated(metric) else None for metric in metrics]
     everyone = [mine] if alone else devices.gather_objects(mine)
     saved = [dict(vars(metric)) for metric in metrics]
     updated: set[int] = set()
@@ -172,22 +172,22 @@ def _merged(metrics: Sequence[Any], devices: Ranks) -> Iterator[set[int]]:
             vars(metric).update(_to_sync=False, _computed=None, _update_count=sum(counts))
             if parts:
                 updated.add(id(metric))
-            for name in _own_states(metric) if parts and not alone else ():
-                vars(metric)[name] = _merge(metric, name, counts, [states[name] for _, states in parts])
+            for name in own_states(metric) if parts and not alone else ():
+                vars(metric)[name] = merge(metric, name, counts, [states[name] for _, states in parts])
         yield updated
     finally:
         for metric, attributes in zip(metrics, saved, strict=True):
             # Only what was set above: a compute may keep something of its own (MinMaxMetric's extremes).
-            names = ["_to_sync", "_computed", "_update_count", *_own_states(metric)]
+            names = ["_to_sync", "_computed", "_update_count", *own_states(metric)]
             vars(metric).update({name: attributes[name] for name in names})
 
 
 def _packed(metric: Any, *, states: bool) -> _Packed:
-    own = _own_states(metric) if states else []
+    own = own_states(metric) if states else []
     return max(metric._update_count, 1), {name: _to(vars(metric)[name], torch.device("cpu")) for name in own}
 
 
-def _merge(metric: Any, name: str, counts: Sequence[int], states: Sequence[Any]) -> Any:
+def merge(metric: Any, name: str, counts: Sequence[int], states: Sequence[Any]) -> Any:
     """One state of the ranks that updated the metric, in rank order, as one process would have it."""
     reduction = metric._reductions.get(name)
     kind = getattr(reduction, "__name__", "") if reduction is not None else "none"

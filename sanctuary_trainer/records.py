@@ -18,15 +18,15 @@ Rules
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from sanctuary_trainer.errors import SettingsError, TaskError
+from sanctuary_trainer.errors import CheckpointError, SettingsError, TaskError
+from sanctuary_trainer.metric_states import load_metric_states, metric_states, remember
 from sanctuary_trainer.metrics import (
     Ranks,
     computed,
@@ -36,7 +36,8 @@ from sanctuary_trainer.metrics import (
     reset_metrics,
     updates,
 )
-from sanctuary_trainer.series import FOLD_AT, REDUCTIONS, Series, kept, over_ranks, read_pairs
+from sanctuary_trainer.pending import device_of, metric_of, saved, series_of, take_over
+from sanctuary_trainer.series import FOLD_AT, REDUCTIONS, Series, as_number, as_weight, kept, over_ranks, read_pairs
 
 
 class Records:
@@ -59,6 +60,7 @@ class Records:
         self._loss: Series | None = Series("train/loss", "mean", on_step=True, on_epoch=True)
         self._series["train", "train/loss"] = self._loss
         self.prog_bar_names: dict[str, None] = {"train/loss": None}
+        remember(task)
 
     def add_loss(self, loss: Tensor, weight: float) -> None:
         """Record the training loss unasked: `train/loss` per step and `train/loss_epoch`.
@@ -115,11 +117,11 @@ class Records:
                 )
             value = kept(value)
         elif type(value) is not float:
-            value = _number(series.name, value)
+            value = as_number(series.name, value)
         if weight is None:
             weight = self._unknown_weight(series)
         elif type(weight) is not int or weight < 0:
-            weight = _weight(series.name, weight)
+            weight = as_weight(series.name, weight)
         series.values.append(value)
         series.weights.append(weight)
         if len(series.values) >= FOLD_AT:
@@ -141,7 +143,7 @@ class Records:
         All ranks must call it, also one that logged nothing.
         """
         mine: dict[str, tuple[str, Tensor]] = {}
-        for series in (series for (of, _), series in self._series.items() if of == stage):
+        for series in self._of(stage):
             series.fold()
             if series.epoch is not None:
                 mine[series.epoch_name] = (series.reduce, series.epoch)
@@ -172,6 +174,60 @@ class Records:
             reset_metrics(series.metric)
         self._logged_metrics.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's half of an epoch of training as plain data: what was logged and not read, and all metrics.
+
+        Its tensors are those in use: write them before the next step changes them.
+        """
+        logged = self._logged_metrics.get("train", {})
+        return {
+            "series": [state for one in self._of("train") if (state := saved(one, one.name in logged)) is not None],
+            "metrics": metric_states(self._task),
+            "prog_bar_names": list(self.prog_bar_names),
+            "with_epoch": sorted(self._with_epoch),
+            "warned": sorted(self._warned),
+            "task_logs_loss": self._loss is None,
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with half an epoch; what was recorded in training or held by a metric before is forgotten.
+
+        Args:
+            states: what `state_dict` gave on each rank that this rank takes over, in their order: its own; on another
+                number of ranks several or none, so that each former rank goes on in exactly one.
+
+        Raises:
+            CheckpointError: the task has changed: a metric that was saved is gone or another one, or a name means
+                something else; or a metric cannot go on from several ranks.
+        """
+        load_metric_states(self._task, [state["metrics"] for state in states])
+        self._logged_metrics.pop("train", None)
+        for series in self._of("train"):
+            series.clear()
+        task_logs_loss = any(state["task_logs_loss"] for state in states)
+        if task_logs_loss and self._loss is not None:
+            del self._series["train", self._loss.name]
+            self._loss = None
+        if states:
+            self.prog_bar_names = dict.fromkeys(name for state in states for name in state["prog_bar_names"])
+        for state in states:
+            self._with_epoch.update(state["with_epoch"])
+            self._warned.update(state["warned"])
+            for one in state["series"]:
+                # The trainer's loss of a rank whose task did not log its own yet, which another rank's did.
+                if one["name"] != "train/loss" or state["task_logs_loss"] == task_logs_loss:
+                    self._take_over(one)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        series = self._series.setdefault(("train", state["name"]), series_of(state, self._with_epoch))
+        take_over(series, state, device_of(self._task))
+        if state["metric"] is not None:
+            series.metric = metric_of(series, self._task)
+            self._logged_metrics.setdefault("train", {})[series.name] = series
+
+    def _of(self, stage: str) -> list[Series]:
+        return [series for (of, _), series in self._series.items() if of == stage]
+
     def _declare(
         self, stage: str, name: str, value: Any, on_step: bool | None, on_epoch: bool | None, reduce: str
     ) -> Series:
@@ -194,8 +250,9 @@ class Records:
                 del self.prog_bar_names[before.name]
             self._series[stage, full] = series
         elif (series.reduce, series.on_step, series.on_epoch) != (reduce, step, epoch):
-            raise TaskError(
-                f"log({full!r}) was called with reduce={reduce!r}, on_step={step}, on_epoch={epoch}, but before with "
+            error, where = (TaskError, "before") if series.asked else (CheckpointError, "in the checkpoint")
+            raise error(
+                f"log({full!r}) was called with reduce={reduce!r}, on_step={step}, on_epoch={epoch}, but {where} with "
                 f"reduce={series.reduce!r}, on_step={series.on_step}, on_epoch={series.on_epoch}. One name has one "
                 "meaning: use another name or the same settings."
             )
@@ -316,35 +373,3 @@ def _axes(name: str, stage: str, is_metric: bool, on_step: bool | None, on_epoch
     if not (step or epoch):
         raise SettingsError(f"log({name!r}) got settings that leave it neither on_step nor on_epoch, so nowhere to go.")
     return step, epoch
-
-
-def _number(name: str, value: Any) -> float:
-    """A number that is no float: an int, numpy's, fractions, anything else that knows how to be a float."""
-    if hasattr(value, "__float__"):
-        try:
-            return float(value)
-        except OverflowError:
-            raise TaskError(
-                f"log({name!r}) got {type(value).__name__}, a number beyond a float's range of 1.8e308."
-            ) from None
-        except (TypeError, ValueError):
-            pass
-    raise TaskError(
-        f"log({name!r}) got {type(value).__name__} {value!r:.80}; a number, a tensor of one element or a torchmetrics "
-        "metric was expected."
-    )
-
-
-def _weight(name: str, value: Any) -> float | Tensor:
-    """A weight that is not simply an int of at least 0, checked where that needs no wait for a device."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = kept(value)
-        if isinstance(value, Tensor):
-            return value
-    try:
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise TaskError(f"log({name!r}) got batch_size={value!r:.80}; a number of samples, at least 0, was expected.")
-    return number

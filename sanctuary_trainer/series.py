@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from sanctuary_trainer.errors import TaskError
+
 REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
 # So many pending values are folded into two: memory stays constant, and a fold's few kernels cost nothing per step.
@@ -50,6 +52,10 @@ class Series:
         """The names that its values go by."""
         return {self.name, self.epoch_name}
 
+    def clear(self) -> None:
+        """Forget what was logged, not what the name means."""
+        self.values, self.weights, self.step, self.epoch = [], [], None, None
+
     def fold(self) -> None:
         """Reduce what is pending to two numbers, on the device where the values are, without waiting for it."""
         if not self.values:
@@ -59,9 +65,9 @@ class Series:
         with torch.inference_mode(False), torch.no_grad():
             new = _fold(values, weights, self.reduce)
             if self.on_step:
-                self.step = _join(self.step, new, self.reduce)
+                self.step = join(self.step, new, self.reduce)
             if self.on_epoch:
-                self.epoch = _join(self.epoch, new, self.reduce)
+                self.epoch = join(self.epoch, new, self.reduce)
 
 
 def kept(value: Tensor) -> float | Tensor:
@@ -70,6 +76,38 @@ def kept(value: Tensor) -> float | Tensor:
         return value.item()
     # A copy, because `loss += penalty` after the log would change the pending value.
     return value.detach().clone().reshape(())
+
+
+def as_number(name: str, value: Any) -> float:
+    """A number that is no float: an int, numpy's, fractions, anything else that knows how to be a float."""
+    if hasattr(value, "__float__"):
+        try:
+            return float(value)
+        except OverflowError:
+            raise TaskError(
+                f"log({name!r}) got {type(value).__name__}, a number beyond a float's range of 1.8e308."
+            ) from None
+        except (TypeError, ValueError):
+            pass
+    raise TaskError(
+        f"log({name!r}) got {type(value).__name__} {value!r:.80}; a number, a tensor of one element or a torchmetrics "
+        "metric was expected."
+    )
+
+
+def as_weight(name: str, value: Any) -> float | Tensor:
+    """A weight that is not simply an int of at least 0, checked where that needs no wait for a device."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = kept(value)
+        if isinstance(value, Tensor):
+            return value
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise TaskError(f"log({name!r}) got batch_size={value!r:.80}; a number of samples, at least 0, was expected.")
+    return number
 
 
 def _fold(values: Sequence[float | Tensor], weights: Sequence[float | Tensor], reduce: str) -> Tensor:
@@ -103,7 +141,7 @@ def _column(items: Sequence[float | Tensor], device: torch.device, dtype: torch.
     return torch.stack([torch.as_tensor(item).to(device, dtype, non_blocking=True) for item in items])
 
 
-def _join(old: Tensor | None, new: Tensor, reduce: str) -> Tensor:
+def join(old: Tensor | None, new: Tensor, reduce: str) -> Tensor:
     if old is None:
         return new
     old = old.to(new.device, new.dtype, non_blocking=True)
