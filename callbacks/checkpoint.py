@@ -196,6 +196,10 @@ class Checkpoint(Callback):
         self._kept = self._kept.loaded(state)
         self._doomed, self._fresh, self._seen = state["doomed"], state["fresh"], state["seen"]
 
+    def saves_at(self, step: int) -> bool:
+        """Only what neither an end nor a validation nor `save_asked` goes with: a number of steps."""
+        return self.every_n_steps is not None and step % self.every_n_steps == 0
+
     # When
 
     def _is_due(self, run: Run) -> bool:

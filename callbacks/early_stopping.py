@@ -116,6 +116,9 @@ class EarlyStopping(Callback):
             if epoch_over or (run.validated and self._of_validation):
                 self._tell_missing(run)
 
+    def saves_at(self, step: int) -> bool:
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "bad_values": self.bad_values, "last": self._last, "moment": self._moment}
 

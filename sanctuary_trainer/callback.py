@@ -126,6 +126,14 @@ class Callback:
     def on_save_point(self, run: Run) -> None:
         """After everything else at a boundary of the run (a step, an epoch): what is saved here can be continued."""
 
+    def saves_at(self, step: int) -> bool:
+        """Whether `on_save_point` may ask for a checkpoint after this step, the same on all ranks.
+
+        Epochs' ends, the run's end, validations and save points that are `save_asked` need not be told. Ranks tell each
+        other of errors before a checkpoint: an on_save_point that does not say here when it saves costs every step.
+        """
+        return True
+
     def on_exception(self, run: Run, exception: BaseException) -> None:
         """Something was raised, KeyboardInterrupt included; it goes on to the caller after teardown."""
 
@@ -257,6 +265,13 @@ class Callbacks:
             if calls:
                 self._heard.add(hook)
             setattr(self, hook, _as_one(calls, always=hook in _ALWAYS))
+        self._savers = [callback for callback in self._callbacks if _overrides(callback, "on_save_point")]
+        if task is not None and _overrides(task, "on_save_point"):
+            self._savers.append(Callback())  # of a task it is not known
+
+    def saves_at(self, step: int) -> bool:
+        """Whether somebody may ask for a checkpoint after this step."""
+        return any(saver.saves_at(step) for saver in self._savers)
 
     def has(self, hook: str) -> bool:
         """Whether somebody overrides `hook`; lets a loop leave out what is gathered for that hook alone."""

@@ -137,7 +137,7 @@ class Run:
         self.generators: dict[str, Any] | None = None  # and the generators of this rank
         self.began = time.monotonic()  # earlier by what former attempts took
         self.requests: list[Request] = []  # checkpoints that were asked for at this save point
-        self.saves_soon = self.save_asked = False
+        self.saves_soon = self.heard_late = self.save_asked = False
         self.at_boundary = False
         self.owes_evaluation = False  # of a step that is made: a checkpoint of now has it before it
         self.reached: Any = None  # where a stream of a continued epoch stands
@@ -417,6 +417,17 @@ class Run:
         if not self.plan.may_stop(self.state):
             reasons = ()  # a signal does not wait for min_steps and min_epochs
         self.state.stop_reason = next((reason for reason in (*signals, *reasons) if reason is not None), None)
+
+    def hear_save(self, asked: bool) -> None:
+        """Note whether any rank asked for a checkpoint in the window.
+
+        What was told late is known here while another rank may fail without knowing it: it holds for the next window,
+        at whose end all ranks meet.
+        """
+        if self.executor is not None and self.executor.late:
+            self.heard_late = self.heard_late or asked
+        else:
+            self.save_asked = self.save_asked or asked
 
     def settle_signal(self) -> None:
         """At the end of a fit, let all ranks know of a signal that any of them got, also of one that came last."""

@@ -3,8 +3,8 @@
 What can be told depends on what the others do next, and that is known at every moment of training:
 
     before this rank has synced its window    join it with zeros and the flag "failed": no collective is added
-    after its sync, before the step's end     if a log, a validation or an end falls on the step, all ranks ask each
-                                              other there (`told_when_due`); else they go on to a window: join that one
+    after its sync, before the step's end     if a log, a validation, a checkpoint or an end falls on the step, all ranks
+                                              ask each other there (`told_when_due`); else they go on to a window: join it
     after that                                the next window; at an epoch's end, and in evaluation, all ranks ask each
                                               other
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sanctuary_trainer.executor import Executor
     from sanctuary_trainer.feed import Feed
     from sanctuary_trainer.run import Run
+    from sanctuary_trainer.state import RunState
 
 _NO_CONTEXT = nullcontext()
 
@@ -41,16 +42,17 @@ class Telling:
         """Note that a window begins; whether what the ranks tell each other in it may be read one window later."""
         if not self._several:
             return False
-        self._next = "step"
-        self._rounds, self._steps = feed.taken, self._run.state.global_step
-        feed.begin_window(self._run.plan.accumulation)
-        return self._run.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
+        run, self._next = self._run, "step"
+        run.save_asked, run.heard_late = run.save_asked or run.heard_late, False
+        self._rounds, self._steps = feed.taken, run.state.global_step
+        feed.begin_window(run.plan.accumulation)
+        return run.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
 
     def told_when_due(self, epoch_ends: bool) -> AbstractContextManager[None]:
         """For the hooks of a step: where a log, a validation or an end follows, their errors are told to all ranks."""
         if not self._several:
             return _NO_CONTEXT
-        due = self._run.plan.falls_on_step(self._run.state, epoch_ends)
+        due = self._falls_on_step(self._run.state, epoch_ends)
         self._next = None if due else "window"
         return self._run.devices.together() if due else _NO_CONTEXT
 
@@ -71,7 +73,7 @@ class Telling:
             window = executor.finish()
             run.count(feed, feed.taken - self._rounds, 0, window)
             ends = run.state.batch == run.plan.rounds if feed.sized else not (feed.more or window.more)
-            if run.plan.falls_on_step(run.state, epoch_ends=ends):
+            if self._falls_on_step(run.state, ends, window.save):
                 run.devices.raise_together(error)
             self._next = "window"
         if executor.has_synced and self._next is None:
@@ -92,7 +94,13 @@ class Telling:
         """Whether nothing falls on the window to come, so that every rank goes on to the one after at once."""
         state, plan = self._run.state, self._run.plan
         after = replace(state, batch=state.batch + plan.accumulation, global_step=max(made, state.global_step))
-        return not plan.falls_on_step(after, epoch_ends=plan.rounds is None or after.batch >= plan.rounds)
+        return not self._falls_on_step(after, plan.rounds is None or after.batch >= plan.rounds)
+
+    def _falls_on_step(self, state: RunState, epoch_ends: bool, save: bool = False) -> bool:
+        """Whether all ranks meet at the coming step: for a log, a validation, a checkpoint or an end."""
+        run = self._run
+        due = save or run.save_asked or run.callbacks.saves_at(state.global_step + 1)
+        return due or run.plan.falls_on_step(state, epoch_ends)
 
 
 def _join_failed(executor: Executor, feed: Feed) -> None:

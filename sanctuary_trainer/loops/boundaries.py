@@ -26,7 +26,7 @@ def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
     assert optimization is not None
     made, logs = False, plan.logs(state.global_step + 1)
-    run.save_asked = run.save_asked or window.save
+    run.hear_save(window.save)
     with run.telling.told_when_due(epoch_ends):
         if window.updates:
             optimization.average(window.factor)

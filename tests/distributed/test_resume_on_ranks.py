@@ -220,3 +220,71 @@ def test_an_error_where_a_checkpoint_is_due_reaches_all_ranks(
     for told, seconds in two_ranks(failing, str(run_folder), rank, where, every):
         assert "something broke" in told
         assert seconds < 25
+
+
+def fails_beside_saves(folder: str, rank: int, hook: str, late: bool, every: int | None, soon: bool) -> Any:
+    from sanctuary_trainer.devices import Devices
+
+    class Asking(Callback):
+        def on_train_step_end(self, run: Run) -> None:
+            if soon and run.is_main:
+                run.save_soon()
+
+    former = Devices.__init__
+
+    def reading_late(self: Devices, *arguments: Any, **settings: Any) -> None:
+        former(self, *arguments, **settings)
+        self.reads_late = late
+
+    Devices.__init__ = reading_late  # type: ignore[method-assign]
+    trainer = quiet_trainer(
+        max_epochs=2,
+        project_dir=folder,
+        run_name="run",
+        callbacks=[FailsIn(rank, hook), Checkpoint(every_n_steps=every, every=0.001 if soon else None), Asking()],
+        timeout=20,
+        log_every_n_steps=1000,
+    )
+    begun = time.monotonic()
+    try:
+        trainer.fit(Adam(), loader(classes(40), 2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return None
+
+
+class FailsIn(Callback):
+    """Raises on one rank in one hook of the fourth step."""
+
+    def __init__(self, rank: int, hook: str) -> None:
+        self.rank, self.hook = rank, hook
+
+    def _at(self, hook: str, run: Run) -> None:
+        if hook == self.hook and run.rank == self.rank and run.state.global_step == 3 + (hook == "on_train_step_end"):
+            raise ValueError("something broke")
+
+    def on_train_batch_start(self, run: Run, batch: Any, batch_idx: int) -> None:
+        self._at("on_train_batch_start", run)
+
+    def on_train_batch_end(self, run: Run, batch: Any, batch_idx: int, loss: Any) -> None:
+        self._at("on_train_batch_end", run)
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        self._at("on_before_optimizer_step", run)
+
+    def on_train_step_end(self, run: Run) -> None:
+        self._at("on_train_step_end", run)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("every", "soon"), [(1, False), (2, False), (None, True)])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_train_step_end"]
+)
+def test_an_error_in_a_step_that_is_saved_reaches_all_ranks(
+    two_ranks: Ranks, run_folder: Path, late: bool, every: int | None, soon: bool, hook: str
+) -> None:
+    rank = 1 if late else 0
+    for told, seconds in two_ranks(fails_beside_saves, str(run_folder), rank, hook, late, every, soon):
+        assert "something broke" in told
+        assert seconds < 15
