@@ -41,6 +41,7 @@ from sanctuary_trainer.finding import Chosen, open_run
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
+from sanctuary_trainer.metric_states import remember
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.resuming import (
     check_can_be_saved,
@@ -333,6 +334,7 @@ class Trainer:
             given = with_defaults(self._callbacks) if settings["default_callbacks"] else self._callbacks
             run.callbacks = Callbacks(task, given)
             run.callbacks.setup(run)
+            remember(task)  # metrics as they are made: a checkpoint holds what has changed of them
             changed = self._build_optimizers(run) if run.verb == "fit" else []
         if run.verb == "fit":
             self._build_fit(run, make_run_dir(run, run_dir, resumes), changed)
