@@ -2,7 +2,7 @@
 
     RankLoader(loader).epoch(e)
       user's loader  -> taken apart (accelerate's wrapping and DistributedSampler undone)
-      reader         -> reading.py: a data set with keys, a stream, or ready batches, dealt to R ranks
+      reader         -> reading.py: a data set with keys; streams.py: a stream, or ready batches; dealt to R ranks
       Fetched        -> one per round and rank: the batch, and what is known of its samples
 
 With dispatch rank 0 reads for all ranks and deals:
@@ -14,10 +14,10 @@ With dispatch rank 0 reads for all ranks and deals:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 from warnings import warn
 
@@ -35,23 +35,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
-from sanctuary_trainer.owners import initial_seeds, length, set_epoch, tell_again
-from sanctuary_trainer.reading import (
-    BEGINNING,
-    NONE,
-    Fetched,
-    MapReader,
-    Part,
-    Places,
-    Reader,
-    Source,
-    Start,
-    StreamReader,
-    no_position,
-    nothing,
-    shut_down,
-)
-from sanctuary_trainer.seeding import READ, Generators, mix
+from sanctuary_trainer.owners import initial_seeds
+from sanctuary_trainer.reading import BEGINNING, Fetched, MapReader, Part, Reader, Source, Start, nothing
+from sanctuary_trainer.streams import BatchesReader, StreamReader
 
 __all__ = ["BEGINNING", "Dispatcher", "Fetched", "RankLoader", "Start"]
 
@@ -147,7 +133,7 @@ class RankLoader:
             part = Part(0, 1, (0,), own=False)
         if source is not None:
             return StreamReader(source, part, seed, same_order=shuffle is False)
-        return _BatchesReader(loader, part, seed, name, same_order=shuffle is False)
+        return BatchesReader(loader, part, seed, name, same_order=shuffle is False)
 
     @property
     def sized(self) -> bool:
@@ -162,10 +148,29 @@ class RankLoader:
             return rounds
         return -(-rounds // self._ranks)
 
+    def rounds_left(self, epoch: int, start: Start) -> int | None:
+        """Rounds of an epoch that is continued: what is left is dealt anew. None where not `sized`.
+
+        Args:
+            epoch: from 0.
+            start: where it is continued; alike on all ranks but for what an own `reached` tells beyond it.
+        """
+        if not self.sized or start == BEGINNING:
+            return self.num_rounds if self.sized else None
+        rounds = self._reader.rounds_left(epoch, self._counted(start))
+        if rounds is None or self._dispatch is None or isinstance(self._reader, MapReader):
+            return rounds
+        return -(-rounds // self._ranks)
+
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks, None when unknown."""
         return self._reader.num_samples
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether what does not fill a round is left out."""
+        return self._reader.drops_last
 
     @property
     def batch_size(self) -> int | None:
@@ -194,19 +199,28 @@ class RankLoader:
 
         Args:
             epoch: from 0.
-            start: where this epoch is continued: what is used up is not given again, and the rest is dealt anew.
-            limit: rounds at most.
+            start: where this epoch is continued. What is used up is not given again, and the rest is dealt anew; where
+                each rank has data of its own, or workers read a stream, as many as before have to go on. With dispatch
+                rank 0's counts.
+            limit: rounds at most, of those that are left.
 
         Raises:
-            DataError: a length turned out to be wrong; an iterator is read twice.
-            NotSupportedError: it is to be continued where the data has no position.
+            DataError: a length turned out to be wrong; an iterator is read twice; an epoch cannot be continued like
+                this.
             RankError: rank 0 failed while it read for this rank.
         """
+        start = self._counted(start)
         if self._dispatch is None:
             return self._reader.open(epoch, start, limit)
         if self._dispatch.rank == 0:
             return self._deal(self._dispatch, epoch, start, limit)
         return _receive(self._dispatch)
+
+    def _counted(self, start: Start) -> Start:
+        """Count rounds as the reader does: where rank 0 reads for all, one of a stream is one batch."""
+        if self._dispatch is None or isinstance(self._reader, MapReader):
+            return start
+        return start._replace(rounds=start.rounds * self._ranks)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -226,7 +240,8 @@ class RankLoader:
                     fetched = list(islice(read, ranks))
                 mine: _Dealt = dispatch.scatter(self._round(fetched, ranks))
                 if mine.fetched is not None:
-                    yield mine.fetched
+                    # What tells where the data stands refers to the loader, and is not sent.
+                    yield mine.fetched._replace(reached=fetched[-1].reached)
                 last = mine.last
 
     def _round(self, fetched: list[Fetched], ranks: int) -> list[_Dealt]:
@@ -234,108 +249,9 @@ class RankLoader:
         sizes = [each.size for each in fetched]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         last = not fetched or (len(fetched) < ranks and not self.sized)
-        dealt = [_Dealt(each._replace(total=total), last) for each in fetched]
+        dealt = [_Dealt(each._replace(total=total, reached=None), last) for each in fetched]
         none = None if last else nothing(total)
         return dealt + [_Dealt(none, last)] * (ranks - len(fetched))
-
-
-class _BatchesReader(Reader):
-    """Any iterable of ready batches: batch k goes to rank k % R. A list is indexed; all else every rank reads whole.
-
-    Args:
-        same_order: read every epoch as epoch 0.
-    """
-
-    def __init__(self, batches: Any, part: Part, seed: int, name: str, same_order: bool) -> None:
-        self._batches, self._part, self._seed, self._name = batches, part, seed, name
-        self._same_order = same_order
-        size = getattr(batches, "batch_size", None)
-        self.batch_size = size if isinstance(size, int) else None
-        self._read_before = False
-
-    @property
-    def sized(self) -> bool:
-        return length(self._batches) is not None and (self._part.ranks == 1 or not self._part.own)
-
-    @property
-    def num_rounds(self) -> int | None:
-        batches = length(self._batches)
-        return None if batches is None else -(-batches // self._part.dealt)
-
-    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
-        if start != BEGINNING:
-            raise no_position(self._name, start.samples, "it is an iterable of batches of unknown size")
-        if self._read_before and isinstance(self._batches, Iterator):
-            raise DataError(
-                f"The {self._name} loader is an iterator, which can be read only once. Give a list, a DataLoader or an "
-                "object whose __iter__ begins anew."
-            )
-        self._read_before = True
-        epoch = 0 if self._same_order else epoch
-        set_epoch(self.drawing(), epoch)
-        return self._read(epoch, limit)
-
-    def close(self) -> None:
-        shut_down(getattr(self._batches, "_iterator", None))
-
-    def drawing(self) -> list[Any]:
-        """What of a loader with an __iter__ of its own may hold an epoch or a generator."""
-        return [
-            self._batches,
-            *(getattr(self._batches, part, None) for part in ("batch_sampler", "sampler", "dataset")),
-        ]
-
-    def _read(self, epoch: int, limit: int | None) -> Generator[Fetched, None, None]:
-        part, rounds, end = self._part, self.num_rounds, length(self._batches)
-        if limit is not None:
-            rounds = limit if rounds is None else min(limit, rounds)
-        with self._opened(epoch) as batch_at:
-            for k in count() if rounds is None else range(rounds):
-                for rank in part.mine:
-                    number = k * part.dealt + part.share_of(rank)
-                    if end is not None and number >= end:
-                        yield nothing(None)
-                        continue
-                    batch = batch_at(number)
-                    if batch is NONE:
-                        self._check_end(number)
-                        return
-                    places = Places(range(number, number + 1), rank=part.counted_by)
-                    yield Fetched(batch, None, places, None, None)
-
-    @contextmanager
-    def _opened(self, epoch: int) -> Iterator[Callable[[int], Any]]:
-        """Begin an epoch; gives a function that reads on to the batch of a number, NONE after the last."""
-        if isinstance(self._batches, list | tuple):
-            yield self._batches.__getitem__
-            return
-        own = self._part.rank if self._part.own else -1
-        drawing = self.drawing()
-        generators = Generators(drawing, resumable=True).seeded(mix(READ, self._seed, epoch, own))
-        with generators:
-            iterator = iter(self._batches)
-        begin = 0
-
-        def batch_at(number: int) -> Any:
-            nonlocal begin
-            skip, begin = number - begin, number + 1
-            tell_again(drawing, epoch)
-            with generators:
-                return next(islice(iterator, skip, None), NONE)
-
-        try:
-            yield batch_at
-        finally:
-            if not getattr(self._batches, "persistent_workers", False):
-                shut_down(iterator)
-
-    def _check_end(self, batches: int) -> None:
-        expected = length(self._batches)
-        if expected is not None:
-            raise DataError(
-                f"The {self._name} loader has length {expected} but gave at most {batches} batches. Correct its "
-                "__len__, or remove it: a loader of unknown length works too."
-            )
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Feed:
     ) -> None:
         # What the loader tells of itself, asked once an epoch and not in every step.
         self.sized, self.batch_size, self.num_samples = loader.sized, loader.batch_size, loader.num_samples
-        self.rounds = limited(loader.num_rounds, limit) if self.sized else None
+        self.rounds = limited(loader.rounds_left(epoch, start), limit) if self.sized else None
         self.taken = 0
         self.window, self.owed = 0, 0  # rounds of a window, and those that the others will still take in this one
         self.dealt, self._first_batch = dealt, first_batch

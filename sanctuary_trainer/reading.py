@@ -1,4 +1,4 @@
-"""How one rank reads a data set with keys, or a stream, through a DataLoader that we build (private to data.py).
+"""How one rank reads a data set with keys through a DataLoader that we build (private to data.py and streams.py).
 
 MapReader.open(epoch)
   set_epoch on samplers and data set
@@ -6,42 +6,33 @@ MapReader.open(epoch)
   for each round:  the next R x B keys, in R equal contiguous shares
     Fetch, in whichever process:  data set and collate under        (BATCH, seed, epoch, number of the batch)
 
-StreamReader.open(epoch)
-  Stream, in whichever process:  for each round of this worker
-    R x B samples, the same on every rank, under                    (READ, seed, epoch, worker, round)
-    each R-th is this rank's; collate under                         (BATCH, seed, epoch, worker, round, rank)
+An epoch is continued behind so many samples of its order, or batches where nobody knows how many samples they hold;
+nothing of these is read.
 """
 
 from __future__ import annotations
 
+import os
+import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
-from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple
 from warnings import warn
 
+import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler, get_worker_info
 
-from sanctuary_trainer.errors import DataError, NotSupportedError
+from sanctuary_trainer.errors import DataError
 from sanctuary_trainer.owners import held_by, length, set_epoch, tell_again
-from sanctuary_trainer.seeding import BATCH, ORDER, READ, WORKERS, Generators, may_draw, mix
+from sanctuary_trainer.seeding import BATCH, ORDER, WORKERS, Generators, may_draw, mix
 
 NONE: Any = object()  # what next() gives after the end
-_FOR_EVER = (1 << 63) - 1
 
 
 class Places(NamedTuple):
@@ -103,9 +94,9 @@ class Fetched(NamedTuple):
         return self.places.keys()
 
 
-def nothing(total: int | None) -> Fetched:
+def nothing(total: int | None, reached: Callable[[], Any] | None = None) -> Fetched:
     """What a rank gets in a round that has too few samples for it."""
-    return Fetched(None, [], Places(range(0)), 0, total)
+    return Fetched(None, [], Places(range(0)), 0, total, reached)
 
 
 @dataclass(frozen=True)
@@ -137,6 +128,37 @@ class Part:
         """The rank that counts its samples from 0 for itself; None where all count together."""
         return self.rank if self.own and self.ranks > 1 else None
 
+    def to_save(self, kind: str, **where: Any) -> dict[str, Any]:
+        """What `Fetched.reached` gives: where data of this kind stands, and for which ranks."""
+        return {"kind": kind, "ranks": self.ranks, "own": self.counted_by is not None, **where}
+
+    def saved(self, start: Start, kind: str, name: str) -> Mapping[str, Any] | None:
+        """The position in data of this kind that was saved; None where there is none but the samples used.
+
+        Raises:
+            DataError: this rank cannot go on from it.
+        """
+        saved: Mapping[str, Any] | None = start.reached
+        if saved is not None and saved["kind"] != kind:
+            raise DataError(
+                f"The {name} loader reads {_KINDS[kind]}, and the epoch to be continued was one of "
+                f"{_KINDS[saved['kind']]}. Give the former loader, or resume from the end of an epoch."
+            )
+        own = self.counted_by is not None
+        if start == BEGINNING or (saved is None and not own):
+            return saved
+        if saved is None or ((saved["own"] or own) and (own, self.ranks) != (saved["own"], saved["ranks"])):
+            before = "one" if saved is None or not saved["own"] else f"{saved['ranks']}"
+            raise DataError(
+                f"In the {name} loader {'each rank reads' if own else 'each rank read'} data of its own, so that an "
+                f"epoch begun on {before} rank(s) cannot be continued on {self.ranks}. Resume with the former number "
+                "of processes and the former shard_data, or from the end of an epoch."
+            )
+        return saved
+
+
+_KINDS = {"keys": "a data set with keys", "stream": "a stream", "batches": "ready batches"}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -165,6 +187,7 @@ class Reader(ABC):
     """Reads one kind of data; what it tells of its size is as in RankLoader."""
 
     batch_size: int | None = None
+    drops_last = False
 
     @property
     def num_samples(self) -> int | None:
@@ -182,6 +205,10 @@ class Reader(ABC):
     def drawing(self) -> list[Any]:
         """What draws the order that must be alike on all ranks."""
 
+    def rounds_left(self, epoch: int, start: Start) -> int | None:
+        """Rounds of an epoch that is continued; None where not `sized`."""
+        return None
+
     @abstractmethod
     def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
         """Read one epoch: for each round one item per rank in `Part.mine`."""
@@ -191,18 +218,23 @@ class Reader(ABC):
         """End persistent workers."""
 
 
-class _Loader:
+class Loader:
     """The DataLoader that we build: with a generator of its own (opening it draws from one), and closed for sure."""
 
     def __init__(self, source: Source, seed: int, rank: int, **parts: Any) -> None:
         self._seed, self._rank = seed, rank
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(generator=self._generator, **parts, **source.options)
+        self._timeout = self._loader.timeout
 
     @contextmanager
-    def reading(self, epoch: int) -> Iterator[Iterator[Any]]:
-        # What a worker_init_fn may seed other libraries with (torch.initial_seed() in a worker) follows from this.
+    def reading(self, epoch: int, patient: bool = False) -> Iterator[Iterator[Any]]:
+        """Begin an epoch; `patient` waits as long as it takes for workers that first read again what is used up."""
+        # What a worker_init_fn may seed other libraries with (torch.initial_seed() in a worker) follows from this;
+        # persistent workers draw it once, in whichever epoch they begin.
+        epoch = 0 if self._loader.persistent_workers else epoch
         self._generator.manual_seed(mix(WORKERS, self._seed, epoch, self._rank))
+        self._loader.timeout = 0 if patient else self._timeout
         batches = iter(self._loader)
         try:
             yield batches
@@ -222,15 +254,38 @@ def shut_down(batches: Any) -> None:
         end()
 
 
-class _WorkerInit:
-    """Show the user's data set in get_worker_info(), where ours would stand, then call the user's worker_init_fn."""
+class WorkerInit:
+    """What a worker does first, ending with the user's worker_init_fn.
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
+    It moves to a process group of its own: launchers send SIGTERM to whole groups, and a run that ends by it still
+    needs its workers. get_worker_info() shows the user's data set, where ours would stand.
 
-    def __call__(self, worker: int) -> None:
+    Args:
+        init: the user's worker_init_fn.
+        wrapped: whether the loader was given our data set, which holds the user's.
+
+    Attributes:
+        first: the number of the worker whose batch comes first. The process that DataLoader asks first takes its
+            number, seeds and part of the data.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None, wrapped: bool = True) -> None:
+        self._init, self._wrapped = init, wrapped
+        self.first = 0
+
+    def __call__(self, process: int) -> None:
+        with suppress(OSError):
+            os.setpgid(0, 0)
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
+        worker = (process + self.first) % info.num_workers
+        seed = info.seed - process + worker
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(mix(seed) & 0xFFFFFFFF)
+        for name, value in (("id", worker), ("seed", seed)):  # the class is frozen
+            object.__setattr__(info, name, value)
+        if self._wrapped:
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._init is not None:
             self._init(worker)
 
@@ -288,7 +343,7 @@ _Take = Callable[[int], list[Any]]  # gives the next n entries of an order, fewe
 
 # What one rank gets in one round, before it is fetched: the keys that the loader fetches (None when there is nothing
 # for this rank), then the fields of Fetched after the batch. A plain tuple: one is made for every training batch.
-_Share = tuple[list[Any] | None, tuple[list[Any] | None, Places, int | None, int | None]]
+_Share = tuple[list[Any] | None, tuple[Any, ...]]
 
 
 class MapReader(Reader):
@@ -305,31 +360,35 @@ class MapReader(Reader):
         self._source, self._part, self._seed = source, part, seed
         self._single = source.batch_sampler is None
         self._by_samples = type(source.batch_sampler) is BatchSampler
-        self._drops = False
+        self.drops_last = False
         self._sampler = source.sampler if self._single else source.batch_sampler
         if self._by_samples:
-            self.batch_size, self._drops = self._sampler.batch_size, self._sampler.drop_last
+            self.batch_size, self.drops_last = self._sampler.batch_size, self._sampler.drop_last
             self._sampler = self._sampler.sampler
-            if self._drops and source.name != "train" and length(self._sampler) is not None:
+            if self.drops_last and source.name != "train" and length(self._sampler) is not None:
                 # In evaluation the samples are those that one process reads, on any number of ranks.
-                self._sampler, self._drops = _WholeBatches(self._sampler, self._source.batch_sampler.batch_size), False
+                self._sampler, self.drops_last = (
+                    _WholeBatches(self._sampler, self._source.batch_sampler.batch_size),
+                    False,
+                )
         self._per_round = part.dealt * (self.batch_size or 1)  # samples; batches where whole batches are dealt
         self._same_order = same_order
         self._waiting: deque[_Share] = deque()  # what was sent to the loader and has not come back
         self._lists = _Lists()
         self._dealt, self._counted_by = part.dealt, part.counted_by
+        self._between = part.ranks // part.dealt  # batches of one rank are so many numbers apart
         self._shares = [(rank, part.share_of(rank)) for rank in part.mine]
         self._order = Generators(self.drawing(), resumable=True)  # once: making one takes 0.4 ms
         self._plain = not self._single and not may_draw(source.dataset, source.collate)
         self._fetch = fetch = _Fetch(source.dataset, source.collate, self._single)
-        self._loader = _Loader(
+        self._loader = Loader(
             source,
             seed,
             part.rank,
             dataset=source.dataset if self._plain else fetch,
             batch_sampler=self._lists,
             collate_fn=source.collate if self._plain else fetch,
-            worker_init_fn=source.worker_init if self._plain else _WorkerInit(source.worker_init),
+            worker_init_fn=WorkerInit(source.worker_init, wrapped=not self._plain),
         )
 
     @property
@@ -345,20 +404,30 @@ class MapReader(Reader):
         entries = length(self._sampler)
         if entries is None:
             return None
-        return entries // self._per_round if self._drops else -(-entries // self._per_round)
+        return entries // self._per_round if self.drops_last else -(-entries // self._per_round)
 
     def drawing(self) -> list[Any]:
         return self._source.samplers()
 
     def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
-        if start.samples and self._part.counted_by is not None:
-            raise no_position(self._source.name, start.samples, "each rank has data of its own")
         set_epoch(self._source.datasets(), epoch)
         self._fetch.generators.look_up_anew()
         take = self._draw(0 if self._same_order else epoch)
-        send = self._send(take, epoch, start.samples, limit)
+        send = self._send(take, epoch, self._skip(take, start), limit)
         self._lists.begin = lambda: send
         return self._read(epoch)
+
+    def rounds_left(self, epoch: int, start: Start) -> int | None:
+        entries = length(self._sampler)
+        if not self.sized or entries is None:
+            return None
+        if self._by_samples:
+            entries -= min(entries, start.samples)
+        elif start != BEGINNING:
+            take = self._draw(0 if self._same_order else epoch)
+            _, _, chunk = self._skip(take, start)
+            entries = len(chunk) + len(take(entries))
+        return entries // self._per_round if self.drops_last else -(-entries // self._per_round)
 
     def close(self) -> None:
         self._loader.close()
@@ -370,23 +439,29 @@ class MapReader(Reader):
             for batch in batches:
                 yield Fetched(batch, *waiting.popleft()[1])
         if self.sized:  # what still waits are the ranks that have nothing in the last round
-            for _, (_, _, _, total) in waiting:
-                yield nothing(total)
+            for _, (_, _, _, total, *reached) in waiting:
+                yield nothing(total, *reached)
 
-    def _send(self, take: _Take, epoch: int, start: int, limit: int | None) -> Iterator[list[Any]]:
+    def _send(
+        self, take: _Take, epoch: int, start: tuple[int, int, list[Any]], limit: int | None
+    ) -> Iterator[list[Any]]:
         """Give the loader the keys of one batch after the other, and note what they are."""
-        position, number, chunk = self._skip(take, start)
+        position, number, chunk = start
         deal = self._deal_samples if self._by_samples else self._deal_batches
         for _ in count() if limit is None else range(limit):
             chunk += take(self._per_round - len(chunk))
-            if not chunk or (self._drops and len(chunk) < self._per_round):
+            if not chunk or (self.drops_last and len(chunk) < self._per_round):
                 return
-            for share in deal(chunk, position, number, epoch):
+            shares = deal(chunk, position, number, epoch)
+            position += len(chunk) if self._by_samples else sum(_size(batch) or 1 for batch in chunk)
+            number += self._part.ranks
+            if self._counted_by is not None or (not self._by_samples and _size(chunk[0]) is None):
+                reached = partial(self._part.to_save, "keys", samples=position, batches=number // self._between)
+                shares = [(keys, (*known, reached)) for keys, known in shares]
+            for share in shares:
                 self._waiting.append(share)
                 if share[0] is not None:
                     yield share[0]
-            position += len(chunk) if self._by_samples else sum(_size(batch) or 1 for batch in chunk)
-            number += self._part.ranks
             chunk = []
 
     def _draw(self, epoch: int) -> _Take:
@@ -423,23 +498,29 @@ class MapReader(Reader):
         if more:
             warn(f"{sampler} gives more than its length {entries}; an epoch ends there.", stacklevel=2)
 
-    def _skip(self, take: _Take, start: int) -> tuple[int, int, list[Any]]:
-        """Leave out the samples that are used up.
+    def _skip(self, take: _Take, start: Start) -> tuple[int, int, list[Any]]:
+        """Leave out what is used up.
 
         Returns:
             The position reached, the number of the next batch, and what is left of a whole batch used in part.
         """
+        saved = self._part.saved(start, "keys", self._source.name)
+        samples, batches = start.samples, start.rounds * self._part.dealt
+        if saved is not None:
+            samples, batches = saved["samples"], saved["batches"]
         if self.batch_size is not None:
-            return len(take(start)), -(-start // self.batch_size), []
+            return len(take(samples)), -(-samples // self.batch_size) * self._between, []
+        first = take(1) if samples or batches else []
+        if first and _size(first[0]) is None:
+            position = len(first) + len(take(max(0, batches - 1)))
+            return position, position * self._between, []
         position, number = 0, 0
-        while position < start and (entries := take(1)):
-            size = _size(entries[0])
-            if size is None:
-                raise no_position(self._source.name, start, "with batch_size=None its batches are of unknown size")
-            if position + size > start:
-                return start, number, [entries[0][start - position :]]
-            position, number = position + size, number + 1
-        return position, number, []
+        while position < samples and (entries := first or take(1)):
+            size, first = len(entries[0]), []
+            if position + size > samples:
+                return samples, number, [entries[0][samples - position :]]
+            position, number = position + size, number + self._between
+        return position, number, first
 
     def _deal_samples(self, chunk: list[Any], position: int, number: int, epoch: int) -> list[_Share]:
         shares: list[_Share] = []
@@ -478,126 +559,6 @@ class MapReader(Reader):
         return shares
 
 
-class Stream(IterableDataset[tuple[int, int, int, Any]]):
-    """Reads an IterableDataset, in whichever process, and forms this rank's batches.
-
-    Every rank reads the same stream, so what the data set draws is seeded alike on all; collate is seeded by rank.
-
-    Yields:
-        (worker, first, end, batch): the batch holds the samples range(first, end, R) of that worker's stream.
-    """
-
-    def __init__(self, source: Source, part: Part, seed: int) -> None:
-        self.dataset, self._collate = source.dataset, source.collate
-        self._batch_size, self._drops = source.batch_size, source.drop_last
-        self._part, self._seed = part, seed
-        self.datasets = source.datasets()
-        self._generators = Generators([*self.datasets, source.collate])
-        # Shared memory: persistent workers hold a copy of this object from an earlier epoch.
-        self.epoch_and_limit = RawArray("q", 2)
-        self.samples_read = RawArray("q", max(1, source.options["num_workers"]))  # by each worker to its end; else -1
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
-        part, info = self._part, get_worker_info()
-        worker = 0 if info is None else info.id
-        epoch, limit = self.epoch_and_limit
-        ranks, mine = part.dealt, part.share_of(part.rank)
-        per_round = ranks * (self._batch_size or 1)
-        samples: Iterator[Any] | None = None
-        for k in range(limit):
-            if tell_again(self.datasets, epoch) or k == 0:
-                self._generators.look_up_anew()
-            with self._generators.seeded(mix(READ, self._seed, epoch, worker, k, part.rank if part.own else -1)):
-                samples = iter(self.dataset) if samples is None else samples
-                kept, n = _each(ranks, mine, islice(samples, per_round))
-                if n < per_round:
-                    self.samples_read[worker] = k * per_round + n
-                if not kept or (self._drops and n < per_round):
-                    return
-                if self._collate is not default_collate:
-                    self._generators.reseed(mix(BATCH, self._seed, epoch, worker, k, part.rank))
-                batch = self._collate(kept if self._batch_size else kept[0])
-            yield worker, k * per_round + mine, k * per_round + n, batch
-            if n < per_round:
-                return
-
-
-def _each(ranks: int, mine: int, samples: Iterable[Any]) -> tuple[list[Any], int]:
-    """Keep each `ranks`-th sample, from the one numbered `mine`; also count them all."""
-    kept, n = [], 0
-    for n, sample in enumerate(samples, start=1):
-        if (n - 1) % ranks == mine:
-            kept.append(sample)
-    return kept, n
-
-
-class StreamReader(Reader):
-    """An IterableDataset (`same_order`: as in epoch 0, always). Ranks' streams end apart: they must agree on it."""
-
-    sized = False
-
-    def __init__(self, source: Source, part: Part, seed: int, same_order: bool) -> None:
-        self._source, self._part, self._same_order, self._warned = source, part, same_order, False
-        self.batch_size = source.batch_size
-        self._stream = Stream(source, part, seed)
-        self._loader = _Loader(
-            source,
-            seed,
-            part.rank,
-            dataset=self._stream,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            worker_init_fn=_WorkerInit(source.worker_init),
-        )
-
-    @property
-    def num_samples(self) -> int | None:
-        return length(self._source.dataset) if self._part.counted_by is None else None
-
-    @property
-    def num_rounds(self) -> int | None:
-        samples = length(self._source.dataset)
-        if samples is None or self._source.options["num_workers"] > 1:  # each worker has an incomplete round
-            return None
-        per_round = self._part.dealt * (self.batch_size or 1)
-        return samples // per_round if self._source.drop_last else -(-samples // per_round)
-
-    def drawing(self) -> list[Any]:
-        return self._source.datasets()
-
-    def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
-        if start != BEGINNING:
-            raise no_position(self._source.name, start.samples, "it is a stream, which can only be read from its start")
-        epoch = 0 if self._same_order else epoch
-        set_epoch(self._stream.datasets, epoch)
-        self._stream.samples_read[:] = [-1] * len(self._stream.samples_read)
-        self._stream.epoch_and_limit[:] = [epoch, _FOR_EVER if limit is None else limit]
-        return self._read(epoch, limit)
-
-    def close(self) -> None:
-        self._loader.close()
-
-    def _read(self, epoch: int, limit: int | None) -> Generator[Fetched, None, None]:
-        part = self._part
-        with self._loader.reading(epoch) as batches:
-            for worker, first, end, batch in islice(batches, limit):
-                places = Places(range(first, end, part.dealt), worker, self.batch_size or 1, part.counted_by)
-                size = None if self.batch_size is None else len(places.positions)
-                yield Fetched(batch, None, places, size, size if part.ranks == 1 else None)
-        self._check_length(self._stream.samples_read[:])
-
-    def _check_length(self, read: list[int]) -> None:
-        expected = length(self._source.dataset)
-        if expected in (None, sum(read)) or -1 in read or self._warned:
-            return
-        self._warned = True
-        data = f"The data set {type(self._source.dataset).__name__} of the {self._source.name} loader"
-        told = (
-            f"{data} has length {expected} but gave {sum(read)} samples in an epoch, so that rounds and schedules that"
-        )
-        warn(f"{told} follow its length are wrong. Correct its __len__, or what a worker reads.", stacklevel=2)
-
-
 class _WholeBatches(Sampler[Any]):
     """What a sampler gives, without the samples that would not fill a batch."""
 
@@ -609,15 +570,6 @@ class _WholeBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._sampler), len(self))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def no_position(name: str, start: int, why: str) -> NotSupportedError:
-    """An epoch is to be continued where that is impossible."""
-    return NotSupportedError(f"An epoch of the {name} loader cannot be continued at sample {start}: {why}.")
 
 
 def equal_share(n: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -88,17 +88,26 @@ class Generators:
         """Let the next `with` look for the owners' generators again: they were told something and may hold others."""
         self._slots = None
 
-    def reseed(self, seed: int) -> None:
-        """Begin anew from this seed inside a running `with`."""
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        self._numpy.seed(seed & 0xFFFFFFFF)
-        _numpy_random.set_bit_generator(self._bits)  # again: np.random drops the second normal of a pair
+    def reseed(self, seed: int, *, globally: bool = True, held: bool = True) -> None:
+        """Begin anew from this seed inside a running `with`.
+
+        Args:
+            seed: of all numbers that follow.
+            globally: of the global generators.
+            held: of those that the owners hold.
+        """
+        if globally:
+            random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            self._numpy.seed(seed & 0xFFFFFFFF)
+            _numpy_random.set_bit_generator(self._bits)  # again: np.random drops the second normal of a pair
+        if not held:
+            return
         made: dict[int, Any] = {}  # what is held in two places stays one
-        for number, held in enumerate(self._held):
-            if id(held) not in made:
-                made[id(held)] = _alike(held, mix(seed, number))
-        self._put([made[id(held)] for held in self._held])
+        for number, each in enumerate(self._held):
+            if id(each) not in made:
+                made[id(each)] = _alike(each, mix(seed, number))
+        self._put([made[id(each)] for each in self._held])
 
     def __enter__(self) -> None:
         if self._slots is None:

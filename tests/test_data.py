@@ -621,19 +621,6 @@ def test_whole_batches_go_on_inside_a_batch() -> None:
         assert in_order(read(make, 2, start=Start(start))) == order[start:]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(Stream(21), 4),
-        lambda: DataLoader(Rows(), batch_size=None, sampler=range(7)),
-        lambda: [torch.zeros(4)],
-    ],
-)
-def test_data_without_a_position_cannot_go_on(make: Callable[[], Any]) -> None:
-    with pytest.raises(NotSupportedError, match="epoch of the train loader cannot be continued at sample 4"):
-        read(make, 1, start=Start(4))
-
-
 def test_overfitting_reads_the_same_samples_in_the_order_of_the_data_set() -> None:
     subset = SubsetRandomSampler([7, 3, 5])
     distributed = DistributedSampler(Numbers(9), 2, 0)

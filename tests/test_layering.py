@@ -36,6 +36,8 @@ ROOMS = {
     "owners": 80,
     "seeding": 150,
     "reading": 450,
+    "iterated": 100,
+    "streams": 300,
     "data": 350,
     "checkpointing": 300,
     "task": 250,
