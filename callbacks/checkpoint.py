@@ -35,7 +35,7 @@ class Checkpoint(Callback):
         save_top_k: how many are kept; -1: all; 0: none but the last (see `save_last`).
         save_last: a link `last` to the newest, which is kept though it may not be among the best.
         every_n_steps, every_n_epochs, every: when one is due; several may be given. `every`: a `timedelta` or seconds,
-            by rank 0's clock. With none of them: every epoch, or with a monitor at each of its values.
+            by rank 0's clock. With none of them: every epoch. With a monitor only where it has a new value.
         on_exception: also when an error ends the run, where it can be continued exactly: between two steps.
         weights_only: nothing but weights, from which no run can go on.
         save_pretrained: also write the task's transformers models as `from_pretrained` reads them, each to a folder
@@ -90,7 +90,7 @@ class Checkpoint(Callback):
         self._asked: tuple[Any, Entry] | None = None  # what the run was asked for at this save point
         self._doomed: list[Path] = []  # what a former attempt was about to remove
         self._all: list[Checkpoint] = [self]  # those of the run
-        self._fresh: float | None = None  # a value of the monitor that no save point has seen
+        self._fresh: tuple[float, int] | None = None  # a value of the monitor, and the step it belongs to
         self._seen = False  # whether the monitor had any
         self._timer, self._time_is_up = time.monotonic(), False
 
@@ -110,7 +110,7 @@ class Checkpoint(Callback):
         if self._asked is None or not self._asked[0].begun:
             return self._kept
         asked, new = self._asked
-        return self._kept.after(new._replace(path=self.folder / asked.folder.name))
+        return self._kept.after(new.at(self.folder / asked.folder.name))
 
     def setup(self, run: Run) -> None:
         """A new fit starts with nothing; after it, what it kept can be asked for."""
@@ -153,7 +153,7 @@ class Checkpoint(Callback):
         if self.monitor is not None and (run.ends_epoch or run.stage == "val"):
             value = values.get(self.monitor, values.get(f"{self.monitor}_epoch"))
             if value is not None:
-                self._fresh, self._seen = value, True
+                self._fresh, self._seen = (value, step), True
 
     def on_save_point(self, run: Run) -> None:
         """Ask for a checkpoint if one is due."""
@@ -166,8 +166,6 @@ class Checkpoint(Callback):
         if not (due or the_end):
             return
         value = self._value(run) if due or self.monitor is None else None
-        if due:
-            self._fresh = None
         if value is not None and self._kept.enters(value):
             self._ask(run, value)
         elif the_end or self.save_last:
@@ -187,14 +185,13 @@ class Checkpoint(Callback):
         stays = {entry.path for each in self._all for entry in each.coming.entries}
         return self.coming.state_dict() | {
             "doomed": [entry.path for entry in self.kept if entry.path not in stays],
-            "fresh": self._fresh,
             "seen": self._seen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was kept."""
         self._kept = self._kept.loaded(state)
-        self._doomed, self._fresh, self._seen = state["doomed"], state["fresh"], state["seen"]
+        self._doomed, self._seen = state["doomed"], state["seen"]
 
     def saves_at(self, step: int) -> bool:
         """Only what neither an end nor a validation nor `save_asked` goes with: a number of steps."""
@@ -204,8 +201,8 @@ class Checkpoint(Callback):
 
     def _is_due(self, run: Run) -> bool:
         state = run.state
-        if self.monitor is not None and self._fresh is None:
-            return False
+        if self.monitor is not None and (self._fresh is None or self._fresh[1] != state.global_step):
+            return False  # a value of other weights does not tell how good these are
         epoch_ended = state.batch == 0 and state.epoch > 0
         if self.every_n_steps is None and self.every_n_epochs is None and self.every is None:
             return self.monitor is not None or epoch_ended
@@ -222,8 +219,8 @@ class Checkpoint(Callback):
 
     def _value(self, run: Run) -> float | None:
         """What the checkpoint is ranked by: the monitor's value, else the order of saving; None if it is not finite."""
-        value = float(run.state.global_step) if self.monitor is None else self._fresh
-        if value is None or math.isfinite(value):
+        value = float(run.state.global_step) if self._fresh is None else self._fresh[0]
+        if math.isfinite(value):
             return value
         run.warn(f"{self.monitor} is {value} at step {run.state.global_step}: it is not taken for the best.")
         return None
@@ -249,23 +246,23 @@ class Checkpoint(Callback):
     def _ask(self, run: Run, value: float | None) -> None:
         new = Entry(Path(), run.state.global_step, value)
         staying = [*self._kept.after(new).entries, *(entry for o in self._all if o is not self for entry in o.kept)]
-        taken = {entry.path for entry in staying if entry.step != new.step}
         name = file_name(self.name, {**run.metrics, "step": new.step, "epoch": run.state.epoch})
-        path, number = self.folder / name, 1
-        while path in taken:
-            number += 1
-            path = self.folder / f"{name}-{number}"
 
         def done(written: Path | None, failure: str | None) -> None:
             self._asked = None
             self._timer, self._time_is_up = time.monotonic(), False
             if written is not None:
-                before, self._kept = self.kept, self._kept.after(new._replace(path=self.folder / written.name))
+                before, self._kept = self.kept, self._kept.after(new.at(self.folder / written.name))
                 self._remove(run, [entry.path for entry in before])
                 self._announce(run)
 
         asked = run.save_checkpoint(
-            path, weights_only=self.weights_only, pretrained=self.save_pretrained, last=self.save_last, done=done
+            self.folder / name,
+            weights_only=self.weights_only,
+            pretrained=self.save_pretrained,
+            last=self.save_last,
+            keeps={entry.path for entry in staying if entry.step != new.step},
+            done=done,
         )
         self._asked = asked, new
 

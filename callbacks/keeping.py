@@ -21,6 +21,10 @@ class Entry(NamedTuple):
     step: int
     value: float | None
 
+    def at(self, path: Path) -> Entry:
+        """The same one, elsewhere."""
+        return Entry(path, self.step, self.value)
+
 
 @dataclass(frozen=True)
 class Kept:

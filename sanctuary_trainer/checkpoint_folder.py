@@ -30,7 +30,7 @@ from sanctuary_trainer.errors import CheckpointError
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"  # written last: a folder without one is no checkpoint
 COPY: Final = ".copy"  # in what is a copy because it cannot be a link
-PLACE: Final = ("global_step", "attempt", "epoch", "batch")  # in the manifest: later ones are greater
+PLACE: Final = ("global_step", "attempt", "epoch", "batch", "order")  # in the manifest: later ones are greater
 
 
 def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: Callable[[Path], None]) -> None:

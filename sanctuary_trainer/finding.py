@@ -14,7 +14,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -105,10 +105,10 @@ def note_folder(run_dir: Path, folder: Path) -> None:
         write_file(run_dir / RUN, json.dumps(about, indent=1).encode())
 
 
-def free_name(folder: Path, run_id: str) -> Path:
-    """The folder's name, or with a number where a checkpoint of another run has it."""
+def free_name(folder: Path, run_id: str, keeps: Collection[Path] = ()) -> Path:
+    """The folder's name, or with a number where one has it that is to be kept, or that is not this run's."""
     name, number = folder, 1
-    while name.exists() and read_manifest(name).get("run") != run_id:
+    while name in keeps or (name.exists() and read_manifest(name).get("run") != run_id):
         number += 1
         name = folder.with_name(f"{folder.name}-{number}")
     return name
@@ -182,7 +182,7 @@ def _place(path: Path) -> tuple[int, ...]:
     if told:
         return tuple(told[name] for name in PLACE)
     digits = re.findall(r"\d+", path.name)
-    return (int(digits[-1]) if digits else 0), 0, 0, 0
+    return (int(digits[-1]) if digits else 0,)
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:

@@ -50,6 +50,8 @@ _LIGHT = ("task", "run", "progress", "metrics", "settings", "versions", "data", 
 def write_requested(run: Run) -> None:
     """Write the checkpoints that were asked for, on all ranks together; none goes on before they are complete.
 
+    Those from which a run can go on come last: they know of the others, which callbacks have taken note of by then.
+
     Raises:
         CheckpointError: one could not be written and the run ends here; on every rank.
     """
@@ -57,36 +59,45 @@ def write_requested(run: Run) -> None:
     with run.devices.together():
         own = rank_file(_rank_state(run))
     ranks = run.devices.gather_objects(own)
-    for folder in dict.fromkeys(request.folder for request in requests):
-        group = [request for request in requests if request.folder == folder]
-        path, failure = run.devices.on_main(partial(_written, run, group, ranks))
+    folders = dict.fromkeys(request.folder for request in requests)
+    groups = [[request for request in requests if request.folder == folder] for folder in folders]
+    lost = []
+    for order, group in enumerate(sorted(groups, key=_is_full)):
+        path, failure = run.devices.on_main(partial(_written, run, group, ranks, order))
         with run.devices.together():
             for request in group:
                 if request.done is not None:
                     request.done(path, failure)
-        if failure is None:
-            continue
-        if path is None and run.state.stop_reason is not None and not failure.startswith(_NOT_FINITE):
-            raise CheckpointError(f"The run's last checkpoint could not be written. {failure}")
-        run.warn(f"{failure} The checkpoints before stay.")
+        ends = path is None and run.state.stop_reason is not None
+        if failure is not None and ends and not failure.startswith(_NOT_FINITE):
+            lost.append(failure)
+        elif failure is not None:
+            run.warn(f"{failure} The checkpoints before stay.")
+    if lost:
+        raise CheckpointError(f"The run's last checkpoint could not be written. {' '.join(lost)}")
 
 
 _NOT_FINITE = "The weights are not finite"
 
 
-def _written(run: Run, group: list[Request], ranks: list[bytes]) -> tuple[Path | None, str | None]:
+def _is_full(group: list[Request]) -> bool:
+    return not all(request.weights_only for request in group)
+
+
+def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> tuple[Path | None, str | None]:
     """Write one checkpoint on rank 0: its path, or why there is none."""
     assert run.run_dir is not None and run.tracking is not None
-    full = not all(request.weights_only for request in group)
+    full = _is_full(group)
     if not _is_finite(run.task):
         return None, f"{_NOT_FINITE} at step {run.state.global_step}; they were not saved."
     try:
-        folder = free_name(group[0].folder, run.run_id)
+        keeps = {run.run_dir / path for request in group for path in request.keeps}
+        folder = free_name(group[0].folder, run.run_id, keeps)
         for request in group:
             request.folder, request.begun = folder, True
         note_folder(run.run_dir, folder.parent)
         state = _state(run, full)
-        about = {"kind": "full" if full else "weights", "run": run.run_id, "attempt": run.attempt}
+        about = {"kind": "full" if full else "weights", "run": run.run_id, "attempt": run.attempt, "order": order}
         place = {name: state["progress"][name] for name in ("global_step", "epoch", "batch")}
 
         def fill(beside: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class Request:
     """A checkpoint that was asked for; see `Run.save_checkpoint`.
 
     Attributes:
-        folder: where it is written; on rank 0, once it has begun, with a number if another run has that name.
+        folder: where it is written; on rank 0, once it has begun, with a number where the name was not free.
         begun: whether rank 0 has begun to write it: the callbacks' states are taken then.
     """
 
@@ -47,6 +47,7 @@ class Request:
     weights_only: bool
     pretrained: bool
     last: bool
+    keeps: Collection[Path]
     done: Callable[[Path | None, str | None], None] | None
     begun: bool = False
 
@@ -216,6 +217,7 @@ class Run:
         weights_only: bool = False,
         pretrained: bool = True,
         last: bool = False,
+        keeps: Collection[Path] = (),
         done: Callable[[Path | None, str | None], None] | None = None,
     ) -> Request:
         """Ask for a checkpoint, on all ranks alike, in `on_save_point` or, where `at_boundary`, in `on_exception`.
@@ -226,14 +228,15 @@ class Run:
 
         Args:
             folder: the checkpoint; a relative one lies in the run's folder. One of this run is replaced; where another
-                run has that name, a number is added.
+                run or a file has that name, a number is added.
             weights_only: nothing but the weights, so that no run can go on from it.
             pretrained: also call `save_pretrained` of the task's transformers models.
+            keeps: checkpoints of this run that are not to be replaced: here, too, a number is added.
             last: let a link `last` beside it point to it, or be a copy of it where the file system has no links.
             done: called on all ranks with the path that was written, or None and the reason.
         """
         assert self.run_dir is not None
-        self.requests.append(Request(self.run_dir / folder, weights_only, pretrained, last, done))
+        self.requests.append(Request(self.run_dir / folder, weights_only, pretrained, last, keeps, done))
         return self.requests[-1]
 
     def remove_checkpoint(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ from sanctuary_trainer.checkpointing import (
 )
 
 OWNER, OTHER = "0123456789ab", "ba9876543210"
-ABOUT = {"kind": "full", "run": OWNER, "global_step": 3, "attempt": 0, "epoch": 1, "batch": 2}
+ABOUT = {"kind": "full", "run": OWNER, "global_step": 3, "attempt": 0, "epoch": 1, "batch": 2, "order": 0}
 
 
 def filler(value: float) -> Callable[[Path], None]:
