@@ -209,7 +209,7 @@ class RankLoader:
                 this.
             RankError: rank 0 failed while it read for this rank.
         """
-        start = self._counted(start)
+        start, limit = self._counted(start), None if limit is None else max(0, limit)
         if self._dispatch is None:
             return self._reader.open(epoch, start, limit)
         if self._dispatch.rank == 0:

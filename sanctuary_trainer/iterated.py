@@ -14,8 +14,6 @@ from warnings import warn
 
 from sanctuary_trainer.errors import DataError
 
-_UNKNOWN: Any = object()
-
 
 class Iterated:
     """A data set or loader, iterated from its beginning or from a state.
@@ -34,15 +32,15 @@ class Iterated:
     def __init__(self, owner: Any, *, once: bool = False) -> None:
         self._owner, self._once = owner, once
         self._holders: list[Any] = []
-        self._beginning = _UNKNOWN
+        self._beginning: tuple[Any] | None = None  # the state in which it came
         self.left = False
 
     def open(self, state: Any = None) -> Iterator[Any]:
         """Begin an iteration, where the state says."""
         owner = self._owner
-        if self._beginning is _UNKNOWN:
-            self._beginning = _state_before(owner)
-        of_owner, of_items = state or (self._beginning if self.left else None, None)
+        if self._beginning is None:
+            self._beginning = (_state_before(owner),)
+        of_owner, of_items = state or (self._beginning[0] if self.left else None, None)
         self.left = True
         if of_owner is not None:
             _load(owner, of_owner)
@@ -57,9 +55,17 @@ class Iterated:
 
     def state(self) -> bytes | None:
         """Where the iteration stands now; None where it cannot tell. Pickled: it may change while it is on its way."""
-        if self._holders == [None, None]:
+        if all(each is None for each in self._holders):
             return None
-        return pickle.dumps([None if each is None else each.state_dict() for each in self._holders])
+        states = [None if each is None else each.state_dict() for each in self._holders]
+        try:
+            return pickle.dumps(states)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            names = " and ".join(type(each).__name__ for each in self._holders if each is not None)
+            raise DataError(
+                f"What state_dict() of {names} gives cannot be kept: {error}. Give numbers, strings, bytes, tensors, "
+                "arrays, and lists, tuples and dicts of these."
+            ) from error
 
 
 def _has_state(owner: Any) -> bool:

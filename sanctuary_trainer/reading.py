@@ -254,11 +254,38 @@ def shut_down(batches: Any) -> None:
         end()
 
 
-class WorkerInit:
-    """What a worker does first, ending with the user's worker_init_fn.
+def leave_group() -> None:
+    """Move a worker to a process group of its own.
 
-    It moves to a process group of its own: launchers send SIGTERM to whole groups, and a run that ends by it still
-    needs its workers. get_worker_info() shows the user's data set, where ours would stand.
+    Launchers send SIGTERM to whole groups, and a run that ends by it still needs its workers.
+    """
+    with suppress(OSError):
+        os.setpgid(0, 0)
+
+
+@contextmanager
+def workers_apart(loader: Any) -> Iterator[None]:
+    """Let the workers that a DataLoader with an __iter__ of its own starts leave this process's group, too."""
+    init = getattr(loader, "worker_init_fn", None)
+    if isinstance(loader, DataLoader):
+        loader.worker_init_fn = partial(_begin_apart, init)
+    try:
+        yield
+    finally:
+        if isinstance(loader, DataLoader):
+            loader.worker_init_fn = init
+
+
+def _begin_apart(init: Callable[[int], None] | None, worker: int) -> None:
+    leave_group()
+    if init is not None:
+        init(worker)
+
+
+class WorkerInit:
+    """What a worker does first: a process group of its own, and at the end the user's worker_init_fn.
+
+    get_worker_info() shows the user's data set, where ours would stand.
 
     Args:
         init: the user's worker_init_fn.
@@ -274,8 +301,7 @@ class WorkerInit:
         self.first = 0
 
     def __call__(self, process: int) -> None:
-        with suppress(OSError):
-            os.setpgid(0, 0)
+        leave_group()
         info: Any = get_worker_info()
         worker = (process + self.first) % info.num_workers
         seed = info.seed - process + worker

@@ -42,6 +42,7 @@ from sanctuary_trainer.reading import (
     WorkerInit,
     nothing,
     shut_down,
+    workers_apart,
 )
 from sanctuary_trainer.seeding import BATCH, READ, Generators, mix
 
@@ -425,7 +426,8 @@ class BatchesReader(Reader):
             return batch
 
         try:
-            yield batch_at, data.state if self._name == "train" else lambda: None
+            with workers_apart(self._batches):
+                yield batch_at, data.state if self._name == "train" else lambda: None
         finally:
             if not getattr(self._batches, "persistent_workers", False):
                 shut_down(iterator)
