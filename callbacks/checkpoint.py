@@ -206,8 +206,8 @@ class Checkpoint(Callback):
         epoch_ended = state.batch == 0 and state.epoch > 0
         if self.every_n_steps is None and self.every_n_epochs is None and self.every is None:
             return self.monitor is not None or epoch_ended
-        new_step = state.global_step > 0 and not self._has_saved(state.global_step)  # a window may be left out
-        if self.every_n_steps is not None and new_step and state.global_step % self.every_n_steps == 0:
+        steps = self.every_n_steps is not None and state.global_step > 0 and state.global_step % self.every_n_steps == 0
+        if steps and not self._has_saved(state.global_step):  # a window that is left out makes no step
             return True
         if self.every_n_epochs is not None and epoch_ended and state.epoch % self.every_n_epochs == 0:
             return True
@@ -234,7 +234,7 @@ class Checkpoint(Callback):
 
     def _check_monitor(self, run: Run) -> None:
         """A name that a whole epoch and its validation did not log will not come."""
-        if self.monitor is None or self._seen or not (run.validated or not run.plan.validates):
+        if self.monitor is None or self._seen or (run.plan.validates and not run.validated):
             return
         if run.state.batch == 0 or self.monitor.startswith("val/"):
             known = ", ".join(sorted(run.metrics)[:20]) or "no metrics"

@@ -51,9 +51,9 @@ class Kept:
 
     def enters(self, value: float) -> bool:
         """Whether a value is among the best; where there is room, any is."""
-        if not 0 <= self.most <= len(self.ranked):
+        if self.most < 0 or len(self.ranked) < self.most:
             return True
-        worst = self.ranked[-1].value if self.ranked else None
+        worst = self.ranked[self.most - 1].value if self.most else None
         return worst is not None and (value < worst if self.mode == "min" else value > worst)
 
     def after(self, new: Entry) -> Kept:
@@ -61,7 +61,7 @@ class Kept:
         ranked = [entry for entry in self.ranked if entry.path != new.path]
         if new.value is not None:
             ranked = sorted([*ranked, new], key=lambda entry: entry.value or 0.0, reverse=self.mode != "min")
-            ranked = ranked if self.most < 0 else ranked[: self.most]
+        ranked = ranked if self.most < 0 else ranked[: self.most]  # of a former attempt there may be more
         newest = new if new.value is None or self.newest_too else None
         return replace(self, ranked=tuple(ranked), newest=newest)
 

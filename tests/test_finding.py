@@ -124,7 +124,7 @@ def damage(folder: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_broken_newest_is_passed_over_with_one_warning_and_refused_if_named(how: str) -> None:
+def test_auto_passes_over_a_broken_checkpoint_with_one_warning(how: str) -> None:
     fit(6)
     file = damage(step(6), how)
     for resume in ("auto", "last", FOLDER, CHECKPOINTS, str(FOLDER)):

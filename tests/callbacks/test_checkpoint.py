@@ -658,6 +658,15 @@ def test_what_is_kept_survives_a_resume_in_any_order_and_the_best_stays_untouche
     assert left("runs/run/high") == [2, 3] and left("runs/run/new") == [4]
 
 
+def test_fewer_may_be_kept_after_a_resume() -> None:
+    scores([3, 1, 2], best(save_top_k=3))
+    assert left() == [1, 2, 3]
+    scores([3, 1, 2, 1.5, 9], best(save_top_k=1), resume="auto")
+    assert left() == [2, 5], "the best, and the end"
+    scores([3, 1, 2, 1.5, 9, 4], best(save_top_k=2), resume="auto")
+    assert left() == [2, 6]
+
+
 def test_the_end_of_an_attempt_goes_when_a_newer_one_is_written() -> None:
     scores([2, 3], best())
     assert left() == [1, 2], "the best, and the end"
