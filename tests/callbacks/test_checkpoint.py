@@ -14,12 +14,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 from sanctuary_trainer import Callback, CallbackError, CheckpointError, Run, RunFolderError, SettingsError
 from sanctuary_trainer.callbacks import EMA, Checkpoint, EarlyStopping
+from sanctuary_trainer.callbacks.keeping import Entry, Kept
 from sanctuary_trainer.checkpoint_folder import check_whole, read_manifest
 from sanctuary_trainer.checkpointing import read_state, read_tensors
 from tests.small_tasks import Line, Net, classes, floats, loader, quiet_trainer, weights
@@ -658,6 +661,55 @@ def test_what_is_kept_survives_a_resume_in_any_order_and_the_best_stays_untouche
     assert left("runs/run/high") == [2, 3] and left("runs/run/new") == [4]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_top_k": 1},
+        {"save_top_k": 2, "save_last": True},
+        {"save_top_k": 2, "name": "best"},
+        {"save_top_k": 0, "save_last": True, "mode": "max"},
+        {"save_top_k": 3, "mode": "max", "every_n_epochs": 2},
+    ],
+)
+def test_what_is_left_at_the_end_is_the_same_wherever_a_run_was_cut(settings: dict[str, Any]) -> None:
+    values = [4.0, 2.0, 5.0, NAN, 1.0, 3.0]
+    found = []
+    with told():
+        for cut in range(1, 7):
+            callbacks = best(**settings), Checkpoint(folder="latest", save_top_k=2)
+            for epochs in sorted({cut, 6}):
+                scores(values, *callbacks, max_epochs=epochs, run_name=str(cut), resume="auto")
+            assert left(f"runs/{cut}/checkpoints") == sorted(entry.step for entry in callbacks[0].kept)
+            found.append(([entry[1:] for entry in callbacks[0].kept], left(f"runs/{cut}/latest")))
+    assert all(each == found[-1] for each in found)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 5).map(float)), max_size=12),
+    st.integers(-1, 4),
+    st.sampled_from(["min", "max"]),
+    st.booleans(),
+)
+def test_the_best_are_those_that_sorting_all_values_finds(
+    values: list[float | None], most: int, mode: str, newest_too: bool
+) -> None:
+    kept, seen = Kept(most, mode, newest_too), []
+    for step, value in enumerate(values):
+        new = Entry(Path(str(step)), step, value)
+        if value is not None and not kept.enters(value):
+            continue
+        if value is not None:
+            seen.append(new)
+        kept = kept.after(new)
+        assert new in kept.entries, "what was written is kept"
+        assert Kept(most, mode, newest_too).loaded(kept.state_dict()) == kept
+        assert kept.newest == (new if newest_too or value is None else None)
+    everything = [(value, step) for step, value in enumerate(values) if value is not None]
+    everything.sort(key=lambda each: (each[0] if mode == "min" else -each[0], each[1]))
+    expected = everything if most < 0 else everything[:most]
+    assert [(entry.value, entry.step) for entry in kept.ranked] == expected
+
+
 def test_fewer_may_be_kept_after_a_resume() -> None:
     scores([3, 1, 2], best(save_top_k=3))
     assert left() == [1, 2, 3]
@@ -1041,13 +1093,13 @@ def test_test_validate_and_predict_take_the_weights_of_a_checkpoint() -> None:
     trainer = quiet_trainer(num_sanity_val_steps=0)
     path = result.best_checkpoint
     assert path is not None
-    for given in (result, path, str(path), path / "model.safetensors", Path("runs/run/last/step_00000003")):
-        expected = -3 if "last" in str(given) and given is not result else -2
+    for source in (result, path, str(path), path / "model.safetensors", Path("runs/run/last/step_00000003")):
+        expected = -3 if "last" in str(source) and source is not result else -2
         for verb, name in ((trainer.test, "test/w"), (trainer.validate, "val/w")):
             other = Shows([0.0])
-            assert verb(other, data, checkpoint=given)[name] == expected
+            assert verb(other, data, checkpoint=source)[name] == expected
             assert other.w.item() == expected
-        assert trainer.predict(Shows(), data, checkpoint=given) == [expected]
+        assert trainer.predict(Shows(), data, checkpoint=source) == [expected]
     with pytest.raises(CheckpointError, match=r"nothing/model.*cannot be read|nothing cannot be read"):
         trainer.test(Shows(), data, checkpoint=Path("nothing"))
     with pytest.raises(CheckpointError, match="a path, or what fit returned, was expected"):
