@@ -148,11 +148,11 @@ class Part:
         if start == BEGINNING or (saved is None and not own):
             return saved
         if saved is None or ((saved["own"] or own) and (own, self.ranks) != (saved["own"], saved["ranks"])):
-            before = "one" if saved is None or not saved["own"] else f"{saved['ranks']}"
+            before = "one rank, or dealt to several," if saved is None else f"{saved['ranks']} rank(s)"
             raise DataError(
-                f"In the {name} loader {'each rank reads' if own else 'each rank read'} data of its own, so that an "
-                f"epoch begun on {before} rank(s) cannot be continued on {self.ranks}. Resume with the former number "
-                "of processes and the former shard_data, or from the end of an epoch."
+                f"In the {name} loader each rank {'reads' if own else 'read'} data of its own, so that an epoch begun "
+                f"on {before} cannot be continued on {self.ranks}. Resume with the former number of processes and the "
+                "former shard_data, or from the end of an epoch."
             )
         return saved
 
@@ -481,7 +481,7 @@ class MapReader(Reader):
             shares = deal(chunk, position, number, epoch)
             position += len(chunk) if self._by_samples else sum(_size(batch) or 1 for batch in chunk)
             number += self._part.ranks
-            if self._counted_by is not None or (not self._by_samples and _size(chunk[0]) is None):
+            if self._counted_by is not None or (self._single and _size(chunk[0]) is None):
                 reached = partial(self._part.to_save, "keys", samples=position, batches=number // self._between)
                 shares = [(keys, (*known, reached)) for keys, known in shares]
             for share in shares:

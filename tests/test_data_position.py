@@ -818,8 +818,6 @@ def test_a_state_that_cannot_be_kept_is_told() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_go_on() -> None:
-    def make(rank: int) -> Any:
-        return streaming(Stateful, 2, 13, multiprocessing_context="spawn")(rank)
-
-    whole = Reading(make_loaders(make, 1), 1)
-    assert Reading(make_loaders(make, 1), 1, whole.starts[3]).rounds == whole.rounds[3:]
+    whole = Reading(make_loaders(streaming(Stateful, 2, 13), 1), 1)
+    spawned = make_loaders(streaming(Stateful, 2, 13, multiprocessing_context="spawn"), 1)
+    assert Reading(spawned, 1, whole.starts[3]).rounds == whole.rounds[3:]
