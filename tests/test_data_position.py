@@ -270,9 +270,7 @@ def test_data_of_its_own_goes_on_on_as_many_ranks_only(kind: str) -> None:
     for before, after in ((1, 2), (2, 1), (2, 3)):
         make, now = (partial(OWN[kind], ranks=ranks) for ranks in (before, after))
         starts = Reading(make_loaders(make, before, shard_data=False), 1, limit=1).starts[1]
-        told = (
-            f"data of its own, so that an epoch begun on {before if before > 1 else 'one'} rank.* continued on {after}"
-        )
+        told = f"data of its own, so that an epoch begun on ({before}|one) rank.* continued on {after}"
         with pytest.raises(DataError, match=told):
             Reading(make_loaders(now, after, shard_data=False), 1, [starts[0]] * after)
     if kind != "keys":
