@@ -8,16 +8,16 @@ one. They are not given to accelerate, which would step them once per process.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from sanctuary_trainer.configured import Schedule, check_parameters, parse
-from sanctuary_trainer.errors import SettingsError, TaskError
+from sanctuary_trainer.configured import check_parameters, parse
+from sanctuary_trainer.errors import TaskError
+from sanctuary_trainer.optimizer_state import configuration, learning_rates, load_scaler, put_back, take
+from sanctuary_trainer.watched import check_monitors, unknown_monitors
 
 
 class _Together:
@@ -75,12 +75,13 @@ class Optimization:
                     f"{type(schedule.scheduler).__name__} drives an optimizer that configure_optimizers did not "
                     "return. Build the scheduler on the optimizer that is returned with it."
                 )
-        self._by_step = [s for s in self.schedules if s.interval == "step" and s.monitor is None]
+        self._task = task
         self.gradient_norm: torch.Tensor | None = None  # before clipping, of the last step
-        self.learning_rates: dict[str, float] = self._rates()  # those that the last recorded step used
+        self.learning_rates = learning_rates(self._together.param_groups)  # those that the last recorded step used
         self.updates = 0
         self._unscaled = False
         self._valued: set[str] = set()  # every name that had a value of an epoch or an evaluation
+        self._configured = configuration(self.optimizers, self.schedules, task, scaler)  # of the run's first start
         self.zero_grad()
 
     @property
@@ -128,7 +129,7 @@ class Optimization:
             record: keep the learning rates that this step uses in `learning_rates`.
         """
         if record:
-            self.learning_rates = self._rates()
+            self.learning_rates = learning_rates(self._together.param_groups)
         if self.scaler is not None and self._unscaled:
             # A wait for the device that fp16 cannot do without: whether a gradient overflowed.
             made = bool(self.scaler.step(cast(Optimizer, self._together)))
@@ -138,8 +139,9 @@ class Optimization:
         self.zero_grad()
         if made:
             self.updates += 1
-            for schedule in self._by_step:
-                schedule.advance()
+            for schedule in self.schedules:
+                if schedule.interval == "step" and schedule.monitor is None:
+                    schedule.advance()
         return made
 
     def end_epoch(self) -> None:
@@ -166,12 +168,7 @@ class Optimization:
 
     def unknown_monitors(self, known: Iterable[str]) -> list[str]:
         """What to warn of after sanity validation: each watched name of validation that is not in `known`."""
-        names = list(known)
-        return [
-            f"{_watching(schedule)}, which sanity validation did not log.{_nearest(schedule.monitor, names)}"
-            for schedule in self.schedules
-            if schedule.monitor is not None and schedule.monitor.startswith("val/") and schedule.monitor not in names
-        ]
+        return unknown_monitors(self.schedules, set(known))
 
     def check_monitors(self, known: Iterable[str]) -> list[str]:
         """Raise when a scheduler watches a name that had no value after a whole epoch and its validation.
@@ -185,40 +182,32 @@ class Optimization:
         Raises:
             SettingsError: naming the nearest that had one.
         """
-        texts, names = [], set(known)
-        for schedule in self.schedules:
-            monitor = schedule.monitor
-            if monitor is None or monitor in self._valued or f"{monitor}_epoch" in self._valued:
-                continue
-            if monitor in names:
-                text = f", which is a series of steps. Log it with on_epoch=True and watch '{monitor}_epoch'."
-            else:
-                there = ", ".join(sorted(self._valued)) or "no metrics"
-                text = f", which nothing has logged; there are {there}.{_nearest(monitor, self._valued)}"
-            if schedule.strict:
-                raise SettingsError(_watching(schedule) + text)
-            texts.append(_watching(schedule) + text)
+        return check_monitors(self.schedules, self._valued, set(known))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on but the weights; its tensors are those in use.
+
+        Raises:
+            CheckpointError: an optimizer holds a parameter that is no longer the task's.
+        """
+        return {
+            **take(self.optimizers, self.schedules, self._task),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),  # a wait for the device
+            "updates": self.updates,
+            "valued": sorted(self._valued),
+            "configured": self._configured,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a state; returns what differs from the configuration that its run began with, one text each.
+
+        Raises:
+            CheckpointError: the optimizers, their schedulers or their groups do not fit, and nothing was changed; or an
+                object's own load_state_dict failed.
+        """
+        before, now = state["configured"], self._configured
+        texts = put_back(state, before, now, self.optimizers, self.schedules, self._task)
+        texts += load_scaler(self.scaler, state["scaler"])
+        self.updates, self._valued, self._configured = state["updates"], set(state["valued"]), before
+        self.learning_rates = learning_rates(self._together.param_groups)
         return texts
-
-    def _rates(self) -> dict[str, float]:
-        """The learning rates that there are, by `lr`, or `lr/NAME` of a named group among several, or `lr/INDEX`."""
-        groups = self._together.param_groups
-        rates: dict[str, float] = {}
-        names: set[str] = set()
-        for index, group in enumerate(groups):
-            name = str(group.get("name", index))
-            if name in names:
-                name = next(free for n in count(2) if (free := f"{name}_{n}") not in names)
-            names.add(name)
-            if group.get("lr") is not None:  # transformers' Adafactor has None where it chooses its own
-                rates["lr" if len(groups) == 1 else f"lr/{name}"] = float(group["lr"])
-        return rates
-
-
-def _watching(schedule: Schedule) -> str:
-    return f"{type(schedule.scheduler).__name__} watches {schedule.monitor!r}"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.3)
-    return f" Did you mean {near[0]!r}?" if near else ""
