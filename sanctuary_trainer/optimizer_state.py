@@ -4,7 +4,8 @@
     take            the groups as they are by now, and what every optimizer and scheduler says of itself
     put_back        check everything -> schedulers -> groups as they were -> optimizers -> what their loading cast
 
-Parameters go by their names in the task, so their order in a new configuration does not matter.
+Parameters go by their names in the task without those of wrappers (torch.compile), so neither their order in a new
+configuration nor what is wrapped matters.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sanctuary_trainer.scheduler_state import (
     taking_back,
     without_live,
 )
+from sanctuary_trainer.weights import plain_names
 
 _Groups = list[dict[str, list[list[int]]]]  # shape and strides of the parameters of each group, by their names
 
@@ -104,7 +106,8 @@ def put_back(
     Raises:
         CheckpointError: the two do not fit, and nothing was changed; or an object's own load_state_dict failed.
     """
-    parameters = dict(task.named_parameters())
+    plain = plain_names(task)
+    parameters = {plain(name): parameter for name, parameter in task.named_parameters()}
     _check(saved, before, now, parameters)
     for schedule, state in zip(schedules, saved["schedules"], strict=True):
         check_functions(schedule, state)
@@ -141,7 +144,8 @@ def _suffixes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _groups(optimizer: Optimizer, task: torch.nn.Module) -> _Groups:
-    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    plain = plain_names(task)
+    names = {id(parameter): plain(name) for name, parameter in task.named_parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         raise CheckpointError(
             f"{class_name(optimizer)} holds a parameter of shape {tuple(parameter.shape)} that is not the task's, so "

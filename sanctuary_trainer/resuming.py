@@ -34,7 +34,7 @@ from sanctuary_trainer.errors import CheckpointError, DataError
 from sanctuary_trainer.finding import Chosen, choose, free_name, note_folder
 from sanctuary_trainer.hparams import flatten_hparams
 from sanctuary_trainer.seeding import mix
-from sanctuary_trainer.weights import load_weights, save_weights, unwrapped
+from sanctuary_trainer.weights import load_weights, plain_names, save_weights, unwrapped
 
 if TYPE_CHECKING:
     from sanctuary_trainer.devices import Devices
@@ -152,11 +152,12 @@ def _state(run: Run, full: bool) -> dict[str, Any]:
     }
     if not full:
         return state
+    plain = plain_names(run.task)
     return state | {
         "data": data_facts(run),
         "modules": {
-            "frozen": [name for name, parameter in run.task.named_parameters() if not parameter.requires_grad],
-            "asleep": [name for name, module in run.task.named_modules() if not module.training],
+            "frozen": [plain(name) for name, each in run.task.named_parameters() if not each.requires_grad],
+            "asleep": [plain(name) for name, module in run.task.named_modules() if not module.training],
         },
         "optimizer": run.optimization.state_dict(),
         "callbacks": {callback.state_key: own for callback in run.callbacks if (own := callback.state_dict())},
@@ -321,11 +322,11 @@ def restore_training(run: Run) -> list[str]:
     """
     assert run.continued is not None and run.optimization is not None
     changed = run.optimization.load_state_dict(read_state(run.continued, "optimizer")["optimizer"])
-    frozen, asleep = run.saved["modules"]["frozen"], run.saved["modules"]["asleep"]
+    modules, plain = run.saved["modules"], plain_names(run.task)
     for name, parameter in run.task.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        parameter.requires_grad_(plain(name) not in modules["frozen"])
     for name, module in run.task.named_modules():
-        module.training = name not in asleep
+        module.training = plain(name) not in modules["asleep"]
     return changed
 
 

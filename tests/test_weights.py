@@ -414,8 +414,7 @@ def test_a_run_with_a_wrapped_model_and_one_without_exchange_checkpoints(wrap: A
         back = Sized.load_from_checkpoint(result.best_checkpoint, model=second(model()))
         assert torch.equal(next(back.parameters()), next(task.parameters()))
         trainer = quiet_trainer(max_epochs=2, callbacks=[Checkpoint()])
-        again = Sized(3, model=first(model()))
-        assert trainer.fit(again, loader(classes(8)), resume=result.best_checkpoint).global_step == 4
+        assert trainer.fit(other, loader(classes(8)), resume=result.best_checkpoint).global_step == 4
 
 
 def test_compile_true_leaves_no_trace_in_the_keys() -> None:
