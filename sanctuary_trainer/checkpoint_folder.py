@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +59,10 @@ def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: C
         except SafetensorError as error:  # transformers lets it through
             raise OSError(str(error)) from error
         files = sorted(path for path in beside.rglob("*") if path.is_file())
-        listed = {path.relative_to(beside).as_posix(): _sealed(path) for path in files}
+        with ThreadPoolExecutor(1) as disk:  # it waits while this thread computes
+            written = disk.submit(_all_to_disk, files)
+            listed = {path.relative_to(beside).as_posix(): _sealed(path) for path in files}
+            written.result()
         write_file(beside / MANIFEST, json.dumps({"format": FORMAT, **about, "files": listed}, indent=1).encode())
         for inner in (*(path for path in beside.rglob("*") if path.is_dir()), beside):
             to_disk(inner)
@@ -153,11 +157,15 @@ def _clear(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _all_to_disk(files: list[Path]) -> None:
+    for file in files:
+        to_disk(file)
+
+
 def _sealed(path: Path) -> dict[str, Any]:
-    """Bring a file to the disk; its size and checksum."""
+    """A file's size and checksum."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest}
 
 

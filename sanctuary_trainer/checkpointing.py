@@ -162,7 +162,9 @@ def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     raise DataError(f"The tag {tag!r} is unknown; the file was written by another version.")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, *, sync: bool = True
+) -> None:
     """Write a safetensors file whole or not at all: beside it, to disk, then renamed.
 
     Tensors that share memory are written each on its own.
@@ -171,6 +173,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         path: the file.
         tensors: by name.
         metadata: one entry at most: safetensors writes several in an order that differs from run to run.
+        sync: False where the caller brings the file to the disk, as with all files of a checkpoint.
 
     Raises:
         OSError: it could not be written.
@@ -178,26 +181,27 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with _beside(path) as beside:
+    with _beside(path, sync) as beside:
         try:
             save_file(_each_its_own(tensors), beside, dict(metadata or {}))
         except SafetensorError as error:  # what the system said is in it (no space left), without its number
             raise OSError(f"{path}: {error}") from error
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; when this returns it is on the disk."""
-    with _beside(path) as beside:
+def write_file(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file whole or not at all; when this returns it is on the disk, if `sync`."""
+    with _beside(path, sync) as beside:
         beside.write_bytes(content)
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _beside(path: Path, sync: bool) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield beside
         os.chmod(beside, 0o666 & ~_umask())  # safetensors lets nobody else read what it writes
-        to_disk(beside)
+        if sync:
+            to_disk(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -255,14 +259,15 @@ def read_tensors(path: Path, only_metadata: bool = False) -> tuple[dict[str, tor
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write `state.json`; the tensors of its entry NAME go to `NAME.safetensors`."""
+    """Write `state.json` into a checkpoint; the tensors of its entry NAME go to `NAME.safetensors`."""
     skeleton: dict[str, Any] = {}
     for name, value in state.items():
         tensors: dict[str, torch.Tensor] = {}
         skeleton[name] = encode(value, tensors, name)
         if tensors:
-            write_tensors(folder / f"{name}.safetensors", tensors)
-    write_file(folder / STATE, json.dumps(skeleton, indent=1, allow_nan=False).encode())
+            write_tensors(folder / f"{name}.safetensors", tensors, sync=False)
+    # Without indent: Python's fast encoder has none, and the skeleton of an optimizer is long.
+    write_file(folder / STATE, json.dumps(skeleton, allow_nan=False).encode(), sync=False)
 
 
 def read_state(folder: Path, *names: str) -> dict[str, Any]:
@@ -299,7 +304,7 @@ def rank_file(state: Any) -> bytes:
 
 def write_rank(folder: Path, rank: int, content: bytes) -> None:
     """Write what `rank_file` made."""
-    write_file(folder / _rank_file(rank), content)
+    write_file(folder / _rank_file(rank), content, sync=False)
 
 
 def read_rank(folder: Path, rank: int) -> Any:

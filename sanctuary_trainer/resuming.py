@@ -101,7 +101,7 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
         place = {name: state["progress"][name] for name in ("global_step", "epoch", "batch")}
 
         def fill(beside: Path) -> None:
-            save_weights(run.task, beside / WEIGHTS)
+            save_weights(run.task, beside / WEIGHTS, sync=False)
             write_state(beside, state)
             for rank, content in enumerate(ranks if full else ()):
                 write_rank(beside, rank, content)
@@ -123,8 +123,12 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
 
 def _is_finite(task: torch.nn.Module) -> bool:
     """Whether all weights are; buffers may hold infinity on purpose (masks)."""
-    finite = [torch.isfinite(parameter).all() for parameter in task.parameters()]
-    return bool(torch.stack([each.to(finite[0].device) for each in finite]).all()) if finite else True
+    weights = [p.detach() for p in task.parameters() if p.element_size() > 1]  # torch cannot say it of 8 bits
+    if not weights:
+        return True
+    # A sum of each first: that needs no memory, and it is finite only where all are. The sum of finite ones may not be.
+    sums = torch.stack([weight.sum().isfinite().to(weights[0].device) for weight in weights])
+    return bool(sums.all()) or all(bool(weight.isfinite().all()) for weight in weights)
 
 
 def _pretrained(task: torch.nn.Module) -> list[tuple[str, Any]]:

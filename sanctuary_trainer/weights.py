@@ -25,8 +25,11 @@ _ABOUT = "sanctuary_trainer"  # the one entry of the file's metadata: more would
 _PREFIXES = ("_orig_mod.", "module.", "_forward_module.")  # of others' files
 
 
-def save_weights(module: nn.Module, path: Path) -> None:
-    """Write a module's parameters and buffers; what its modules give in `get_extra_state` goes with them."""
+def save_weights(module: nn.Module, path: Path, *, sync: bool = True) -> None:
+    """Write a module's parameters and buffers; what its modules give in `get_extra_state` goes with them.
+
+    sync: False where the caller brings the file to the disk.
+    """
     plain = plain_names(module)
     own = {plain(name): value for name, value in module.state_dict().items()}
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
@@ -34,7 +37,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
     tensors = {name: value for name, value in tensors.items() if name not in tied}
     extra = {name: encode(own[name], tensors, name) for name in own if name not in tensors and name not in tied}
     about = json.dumps({"tied": tied, "extra": extra}, sort_keys=True) if tied or extra else ""
-    write_tensors(path, tensors, {_ABOUT: about} if about else None)
+    write_tensors(path, tensors, {_ABOUT: about} if about else None, sync=sync)
 
 
 def load_weights(module: nn.Module, path: Path, strict: bool = True) -> list[str]:
