@@ -168,11 +168,6 @@ class RankLoader:
         return self._reader.num_samples
 
     @property
-    def drops_last(self) -> bool:
-        """Whether what does not fill a round is left out."""
-        return self._reader.drops_last
-
-    @property
     def batch_size(self) -> int | None:
         """Samples of a full batch of one rank, None when unknown."""
         return self._reader.batch_size

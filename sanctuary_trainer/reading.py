@@ -187,7 +187,6 @@ class Reader(ABC):
     """Reads one kind of data; what it tells of its size is as in RankLoader."""
 
     batch_size: int | None = None
-    drops_last = False
 
     @property
     def num_samples(self) -> int | None:
@@ -386,14 +385,14 @@ class MapReader(Reader):
         self._source, self._part, self._seed = source, part, seed
         self._single = source.batch_sampler is None
         self._by_samples = type(source.batch_sampler) is BatchSampler
-        self.drops_last = False
+        self._drops = False
         self._sampler = source.sampler if self._single else source.batch_sampler
         if self._by_samples:
-            self.batch_size, self.drops_last = self._sampler.batch_size, self._sampler.drop_last
+            self.batch_size, self._drops = self._sampler.batch_size, self._sampler.drop_last
             self._sampler = self._sampler.sampler
-            if self.drops_last and source.name != "train" and length(self._sampler) is not None:
+            if self._drops and source.name != "train" and length(self._sampler) is not None:
                 # In evaluation the samples are those that one process reads, on any number of ranks.
-                self._sampler, self.drops_last = (
+                self._sampler, self._drops = (
                     _WholeBatches(self._sampler, self._source.batch_sampler.batch_size),
                     False,
                 )
@@ -430,7 +429,7 @@ class MapReader(Reader):
         entries = length(self._sampler)
         if entries is None:
             return None
-        return entries // self._per_round if self.drops_last else -(-entries // self._per_round)
+        return entries // self._per_round if self._drops else -(-entries // self._per_round)
 
     def drawing(self) -> list[Any]:
         return self._source.samplers()
@@ -453,7 +452,7 @@ class MapReader(Reader):
             take = self._draw(0 if self._same_order else epoch)
             _, _, chunk = self._skip(take, start)
             entries = len(chunk) + len(take(entries))
-        return entries // self._per_round if self.drops_last else -(-entries // self._per_round)
+        return entries // self._per_round if self._drops else -(-entries // self._per_round)
 
     def close(self) -> None:
         self._loader.close()
@@ -476,7 +475,7 @@ class MapReader(Reader):
         deal = self._deal_samples if self._by_samples else self._deal_batches
         for _ in count() if limit is None else range(limit):
             chunk += take(self._per_round - len(chunk))
-            if not chunk or (self.drops_last and len(chunk) < self._per_round):
+            if not chunk or (self._drops and len(chunk) < self._per_round):
                 return
             shares = deal(chunk, position, number, epoch)
             position += len(chunk) if self._by_samples else sum(_size(batch) or 1 for batch in chunk)

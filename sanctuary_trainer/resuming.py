@@ -30,6 +30,7 @@ import torch
 
 from sanctuary_trainer.checkpoint_folder import check_whole, write_checkpoint, write_link
 from sanctuary_trainer.checkpointing import WEIGHTS, encode, rank_file, read_rank, read_state, write_rank, write_state
+from sanctuary_trainer.data import Start
 from sanctuary_trainer.errors import CheckpointError, DataError
 from sanctuary_trainer.finding import Chosen, choose, free_name, note_folder
 from sanctuary_trainer.hparams import flatten_hparams
@@ -349,12 +350,12 @@ def restore_run(run: Run, changed: list[str]) -> None:
     run.progress_metrics.update(rest["progress_metrics"])
     run.validated, run.monitors_checked = rest["validated"], rest["monitors_checked"]
     run.owes_evaluation = rest["owes_evaluation"]
-    _place_in_epoch(run)
     former = saved["data"]["ranks"]
     mine = [run.rank] if former == run.world_size else list(range(run.rank, former, run.world_size))
     parts = {rank: read_rank(run.continued, rank) for rank in dict.fromkeys([0, *mine])}
     run.records.load_state_dict([parts[rank]["records"] for rank in mine])
     run.reached = parts[mine[0] if former == run.world_size else 0]["reached"]
+    _place_in_epoch(run)
     run.generators = parts[run.rank]["generators"] if former == run.world_size else None
     _restore_callbacks(run)
     _tell(run, changed)
@@ -396,28 +397,21 @@ def _place_in_epoch(run: Run) -> None:
     begun = state.batch or state.samples
     if not begun or all(before[name] == now[name] for name in now if name != "gradient_accumulation_steps"):
         return
-    if not loader.sized or plan.rounds is None:
-        state.batch = max(1, state.batch * before["ranks"] // now["ranks"])
-        return
-    if loader.num_samples is None or loader.batch_size is None:
-        batches = state.batch * before["ranks"]
-        if batches % now["ranks"] or batches // now["ranks"] > plan.rounds:
-            raise CheckpointError(
-                f"{run.continued} lies {batches} batches into an epoch whose batches the sampler forms, which cannot "
-                f"be dealt to {now['ranks']} ranks. Go on with {before['ranks']} ranks, or from the end of an epoch."
-            )
-        state.batch = batches // now["ranks"]
-        return
-    per_round = loader.batch_size * (now["ranks"] if run.settings["shard_data"] else 1)
-    whole = plan.rounds == loader.num_rounds
-    left = (loader.num_samples if whole else min(loader.num_samples, plan.rounds * per_round)) - state.samples
-    if left < 0:
+    samples = loader.num_samples
+    if samples is not None and state.samples > samples:
         raise CheckpointError(
-            f"{run.continued} lies {state.samples} samples into an epoch, which now has {state.samples + left}. "
-            "Go on with the former data and limits, or from the end of an epoch."
+            f"{run.continued} lies {state.samples} samples into an epoch, which now has {samples}. "
+            "Go on with the former data, or from the end of an epoch."
         )
-    rounds = left // per_round if whole and loader.drops_last else -(-left // per_round)
-    state.batch = plan.rounds - rounds
+    done = -(-state.batch * before["ranks"] // now["ranks"])
+    if samples is not None and loader.batch_size is not None:
+        done = -(-state.samples // (loader.batch_size * now["ranks"]))
+    if plan.rounds is None:
+        state.batch = done
+        return
+    left = loader.rounds_left(state.epoch, Start(state.samples, state.batch, run.reached))
+    limited = max(0, plan.rounds - done)
+    state.batch = plan.rounds - (limited if left is None or plan.rounds != loader.num_rounds else left)
 
 
 def _tell(run: Run, changed: list[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from sanctuary_trainer import Callback, Run
 from sanctuary_trainer.callbacks import Checkpoint
 from tests.distributed.workers import Ranks
-from tests.small_tasks import Line, classes, floats, loader, quiet_trainer, weights
-from tests.test_resume import CutAt, curves, fit_everything
+from tests.small_tasks import Line, Numbers, classes, floats, loader, quiet_trainer, weights
+from tests.test_resume import Cut, CutAt, curves, fit_everything
 from tests.test_signals import Adam
 
 
@@ -288,3 +289,48 @@ def test_an_error_in_a_step_that_is_saved_reaches_all_ranks(
     for told, seconds in two_ranks(fails_beside_saves, str(run_folder), rank, hook, late, every, soon):
         assert "something broke" in told
         assert seconds < 15
+
+
+def ready_batches(folder: str, step: int | None, kind: str) -> Any:
+    """12 batches of unknown size, or of a batch sampler's making."""
+    task = Line(0.01)
+    values = [torch.tensor([float(i)], dtype=torch.float64) for i in range(12)]
+    if kind == "ready":
+        data: Any = DataLoader(Numbers(values), batch_size=None)
+    elif kind == "list":
+        data = values
+    else:
+        data = DataLoader(Numbers([value[0] for value in values]), batch_sampler=[[i] for i in range(12)])
+    trainer = quiet_trainer(
+        max_epochs=2,
+        project_dir=folder,
+        run_name="r",
+        callbacks=[Checkpoint(every_n_steps=1), *([] if step is None else [CutAt("on_train_batch_start", step)])],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with suppress(Cut):
+            trainer.fit(task, data, resume="auto")
+    return task.batches
+
+
+NAMES = {1: "one", 2: "two", 3: "three"}
+
+
+@pytest.mark.parametrize("kind", ["ready", "list", "sampler"])
+@pytest.mark.parametrize(("before", "after", "step"), [(1, 2, 3), (2, 1, 3), (2, 3, 2)])
+def test_batches_that_are_not_formed_here_are_dealt_anew(
+    run_folder: Path,
+    kind: str,
+    before: int,
+    after: int,
+    step: int,
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    three_ranks: Ranks,
+) -> None:
+    ranks = {1: one_rank, 2: two_ranks, 3: three_ranks}
+    used = [batch[0] for given in ranks[before](ready_batches, str(run_folder), step, kind) for batch in given]
+    results = ranks[after](ready_batches, str(run_folder), None, kind)
+    given = sorted([*used, *(batch[0] for each in results for batch in each)])
+    assert given == sorted([*range(12), *range(12)])
