@@ -3,8 +3,9 @@
 What can be told depends on what the others do next, and that is known at every moment of training:
 
     before this rank has synced its window    join it with zeros and the flag "failed": no collective is added
-    after its sync, before the step's end     if a log, a validation, a checkpoint or an end falls on the step, all ranks
-                                              ask each other there (`told_when_due`); else they go on to a window: join it
+    after its sync, before the step's end     if a log, a validation, a checkpoint or an end falls on the step, all
+                                              ranks ask each other there (`told_when_due`); else they go on to a window:
+                                              join that one
     after that                                the next window; at an epoch's end, and in evaluation, all ranks ask each
                                               other
 
