@@ -294,8 +294,8 @@ def die_in_a_write(at: str, epoch: int, name: str) -> None:
 
     save, put = resuming.save_weights, checkpoint_folder._put
 
-    def dying_save(module: nn.Module, path: Path) -> None:
-        save(module, path)
+    def dying_save(module: nn.Module, path: Path, **settings: Any) -> None:
+        save(module, path, **settings)
         if module.run.state.epoch == epoch and at == "half a file":  # type: ignore[union-attr]
             os.truncate(path, path.stat().st_size // 2)
             os._exit(9)
