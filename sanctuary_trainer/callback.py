@@ -388,9 +388,9 @@ def _load_entry_point(name: str) -> object:
 def with_defaults(callbacks: Iterable[Callback | str]) -> list[Callback]:
     """The default callbacks, less those of a kind that is given, and then the given ones.
 
-    One that watches a metric does another work than the default of its kind, and stands beside it.
+    One that watches a metric, or keeps weights only, does another work than the default of its kind and stands beside.
     """
     given = [get_callback(callback) for callback in callbacks]
-    instead = [callback for callback in given if getattr(callback, "monitor", None) is None]
+    instead = [each for each in given if not (getattr(each, "monitor", None) or getattr(each, "weights_only", False))]
     defaults = [get_callback(name) for name in DEFAULT_CALLBACKS]
     return [one for one in defaults if not any(isinstance(other, type(one)) for other in instead)] + given

@@ -43,17 +43,9 @@ from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.metric_states import remember
 from sanctuary_trainer.optimization import Optimization
-from sanctuary_trainer.resuming import (
-    check_can_be_saved,
-    load_checkpoint,
-    look_up,
-    restore_run,
-    restore_task,
-    restore_training,
-    settle_boundary,
-    write_requested,
-)
+from sanctuary_trainer.resuming import load_checkpoint, look_up, restore_run, restore_task, restore_training
 from sanctuary_trainer.run import Run
+from sanctuary_trainer.saving import check_can_be_saved, settle_boundary, write_requested
 from sanctuary_trainer.seeding import seed_everything
 from sanctuary_trainer.settings import Limit, check_settings
 from sanctuary_trainer.signals import exit_status

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sanctuary_trainer.errors import DataError
 from sanctuary_trainer.loops.evaluate import evaluate
-from sanctuary_trainer.resuming import write_requested
+from sanctuary_trainer.saving import write_requested
 
 if TYPE_CHECKING:
     from sanctuary_trainer.executor import Window

@@ -353,16 +353,16 @@ def test_a_checkpoint_called_last_and_a_link_of_that_name() -> None:
 def test_several_in_one_folder_write_once_and_remove_nothing_that_another_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
     written: list[str] = []
-    write = resuming.write_checkpoint
+    write = saving.write_checkpoint
 
     def counted(folder: Path, *arguments: Any) -> None:
         written.append(folder.name)
         write(folder, *arguments)
 
-    monkeypatch.setattr(resuming, "write_checkpoint", counted)
+    monkeypatch.setattr(saving, "write_checkpoint", counted)
     low, high, latest = best(), best(mode="max"), Checkpoint(save_top_k=2)
     scores([5, 1, 9, 4, 5, 6], low, high, latest)
     assert written == [f"step_{n:08d}" for n in range(1, 7)]
@@ -552,14 +552,14 @@ def test_somebody_elses_wish_for_a_save_point_is_not_this_ones(monkeypatch: pyte
 
 
 def test_the_time_counts_from_the_last_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     clock = Clock(monkeypatch)
     with told() as texts, monkeypatch.context() as patch:
-        patch.setattr(resuming, "write_checkpoint", full)
+        patch.setattr(saving, "write_checkpoint", full)
         with pytest.raises(CheckpointError):
             fit(Scripted(), Ticks(clock), Checkpoint(every=4), batches=20, max_epochs=1)
     assert len(texts) == 4 - 1, "one try in 5 steps, not one in each; the last is the error"
@@ -850,12 +850,12 @@ def test_last_is_the_newest(links: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_link_that_cannot_be_made_is_told_and_the_checkpoint_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(resuming, "write_link", refuse)
+    monkeypatch.setattr(saving, "write_link", refuse)
     with told() as texts:
         result = scores([1, 2], Checkpoint(save_last=True))
     assert left() == [2] and w_of(result.best_checkpoint) == -2

@@ -145,9 +145,9 @@ class Times(Callback):
 
 
 def slow_write() -> Any:
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
-    write = resuming.write_checkpoint
+    write = saving.write_checkpoint
 
     def slowly(folder: Path, owner: str, about: Any, fill: Any) -> None:
         def filling(inner: Path) -> None:
@@ -156,7 +156,7 @@ def slow_write() -> Any:
 
         write(folder, owner, about, filling)
 
-    on_rank(0, lambda patch: patch.setattr(resuming, "write_checkpoint", slowly))
+    on_rank(0, lambda patch: patch.setattr(saving, "write_checkpoint", slowly))
     times = Times()
     fit(times, values=[1, 2])
     return times.seconds, times.whole
@@ -195,9 +195,9 @@ def test_what_one_rank_does_not_see_fails_on_all_or_on_none(two_ranks: Ranks, on
 
 
 def fail_to_write(kind: str, last: bool) -> Any:
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
-    write = resuming.write_checkpoint
+    write = saving.write_checkpoint
     error = OSError(errno.ENOSPC, "No space left on device") if kind == "system" else KeyError("odd")
 
     def failing(folder: Path, owner: str, about: Any, fill: Any) -> None:
@@ -205,7 +205,7 @@ def fail_to_write(kind: str, last: bool) -> Any:
             raise error
         write(folder, owner, about, fill)
 
-    on_rank(0, lambda patch: patch.setattr(resuming, "write_checkpoint", failing))
+    on_rank(0, lambda patch: patch.setattr(saving, "write_checkpoint", failing))
     checkpoint = Checkpoint(on_exception=False)
     raised, told = caught(lambda: fit(checkpoint, values=[0] * 3))
     return raised, told, [entry.step for entry in checkpoint.kept]
@@ -290,9 +290,9 @@ def test_a_folder_where_writing_is_not_permitted_any_more(one_rank: Ranks) -> No
 def die_in_a_write(at: str, epoch: int, name: str) -> None:
     """Fits; in the save point of that epoch rank 0 dies in the middle of it."""
     import sanctuary_trainer.checkpoint_folder as checkpoint_folder
-    import sanctuary_trainer.resuming as resuming
+    import sanctuary_trainer.saving as saving
 
-    save, put = resuming.save_weights, checkpoint_folder._put
+    save, put = saving.save_weights, checkpoint_folder._put
 
     def dying_save(module: nn.Module, path: Path, **settings: Any) -> None:
         save(module, path, **settings)
@@ -311,7 +311,7 @@ def die_in_a_write(at: str, epoch: int, name: str) -> None:
         put(beside, folder, former)
         os._exit(9)
 
-    on_rank(0, lambda patch: patch.setattr(resuming, "save_weights", dying_save))
+    on_rank(0, lambda patch: patch.setattr(saving, "save_weights", dying_save))
     on_rank(0, lambda patch: patch.setattr(checkpoint_folder, "_put", dying_put))
     fit(Checkpoint(name=name), values=[0] * 4)
 
