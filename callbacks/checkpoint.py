@@ -49,7 +49,8 @@ class Checkpoint(Callback):
     of a run is always saved, by the callbacks without a monitor, or by those with one where there are no others.
     """
 
-    identifying = ("monitor", "mode", "folder", "name", "every_n_steps", "every_n_epochs", "every", "weights_only")
+    # Not when one is due: a run that goes on with another schedule has still its best.
+    identifying = ("monitor", "mode", "folder", "name", "weights_only")
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Checkpoint(Callback):
         self._all: list[Checkpoint] = [self]  # those of the run
         self._fresh: tuple[float, int] | None = None  # a value of the monitor, and the step it belongs to
         self._seen = False  # whether the monitor had any
-        self._timer, self._time_is_up = time.monotonic(), False
+        self._timer, self._told_time = time.monotonic(), False
 
     @property
     def best(self) -> Path | None:
@@ -114,8 +115,11 @@ class Checkpoint(Callback):
 
     def setup(self, run: Run) -> None:
         """A new fit starts with nothing; after it, what it kept can be asked for."""
-        if run.verb == "fit":
-            self._begin()
+        if run.verb != "fit":
+            return
+        self._begin()
+        if self.monitor is not None and self.monitor.startswith("val/") and not run.plan.validates:
+            raise SettingsError(f"Checkpoint watches {self.monitor!r}, and this fit has nothing to validate with.")
 
     def on_fit_start(self, run: Run) -> None:
         """Make the folder, so that one that cannot be written to is told before the run; see what is still there."""
@@ -124,8 +128,6 @@ class Checkpoint(Callback):
         self._timer = time.monotonic()
         if self.monitor is not None:
             run.keep_epoch(self.monitor)
-            if self.monitor.startswith("val/") and not run.plan.validates:
-                raise SettingsError(f"Checkpoint watches {self.monitor!r}, and this fit has nothing to validate with.")
         # What a former attempt removed later on, or left in another folder, is not there.
         there = [entry for entry in self.kept if run.checkpoints.get(run.run_dir / entry.path) == entry.step]
         self._kept = self._kept.only(there)
@@ -157,10 +159,12 @@ class Checkpoint(Callback):
 
     def on_save_point(self, run: Run) -> None:
         """Ask for a checkpoint if one is due."""
-        if self.every is not None and run.is_main and time.monotonic() - self._timer >= self.every:
-            self._time_is_up = True
+        if self.every is not None and self.monitor is None and self._is_time(run) and not self._told_time:
+            self._told_time = True
             run.save_soon()  # this clock is rank 0's alone: all hear of it with the next step
         self._check_monitor(run)
+        if run.owes_saves and self._has_saved(run.state.global_step):
+            return  # cut off between this one's checkpoint and another's
         due = self._is_due(run)
         the_end = run.state.stop_reason is not None and self._saves_the_end(run, self._all)
         if not (due or the_end):
@@ -173,7 +177,8 @@ class Checkpoint(Callback):
 
     def on_exception(self, run: Run, exception: BaseException) -> None:
         """Save the last boundary, where the error came at one; a second Ctrl-C ends the run at once."""
-        if not run.at_boundary or self._asked is not None or self._has_saved(run.state.global_step):
+        saved = any(entry.step == run.state.global_step for entry in self.kept)
+        if not run.at_boundary or self._asked is not None or saved:
             return
         able = [each for each in self._all if each.saves_on_exception]
         if not isinstance(exception, KeyboardInterrupt | CheckpointError) and self._saves_the_end(run, able):
@@ -185,13 +190,14 @@ class Checkpoint(Callback):
         stays = {entry.path for each in self._all for entry in each.coming.entries}
         return self.coming.state_dict() | {
             "doomed": [entry.path for entry in self.kept if entry.path not in stays],
+            "fresh": self._fresh,
             "seen": self._seen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was kept."""
         self._kept = self._kept.loaded(state)
-        self._doomed, self._seen = state["doomed"], state["seen"]
+        self._doomed, self._fresh, self._seen = state["doomed"], state["fresh"], state["seen"]
 
     def saves_at(self, step: int) -> bool:
         """Only what neither an end nor a validation nor `save_asked` goes with: a number of steps."""
@@ -211,11 +217,17 @@ class Checkpoint(Callback):
             return True
         if self.every_n_epochs is not None and epoch_ended and state.epoch % self.every_n_epochs == 0:
             return True
-        # Somebody asked for a save point, on all ranks; whether this clock did, rank 0 knows.
-        return self.every is not None and run.save_asked and run.devices.agree([float(self._time_is_up)])[0] > 0
+        if self.every is None or not (run.save_asked or self.monitor is not None):
+            return False
+        # All ranks are here, for a wish to save or a new value; whether it is time, rank 0 knows.
+        return run.devices.agree([float(self._is_time(run))])[0] > 0
+
+    def _is_time(self, run: Run) -> bool:
+        return run.is_main and self.every is not None and time.monotonic() - self._timer >= self.every
 
     def _has_saved(self, step: int) -> bool:
-        return any(entry.step == step for entry in self.kept)
+        """Whether this step is saved, with a monitor as one that has a value."""
+        return any(each.step == step and (self.monitor is None or each.value is not None) for each in self.kept)
 
     def _value(self, run: Run) -> float | None:
         """What the checkpoint is ranked by: the monitor's value, else the order of saving; None if it is not finite."""
@@ -250,7 +262,7 @@ class Checkpoint(Callback):
 
         def done(written: Path | None, failure: str | None) -> None:
             self._asked = None
-            self._timer, self._time_is_up = time.monotonic(), False
+            self._timer, self._told_time = time.monotonic(), False
             if written is not None:
                 before, self._kept = self.kept, self._kept.after(new.at(self.folder / written.name))
                 self._remove(run, [entry.path for entry in before])

@@ -144,7 +144,10 @@ class Callback:
         """Every verb ends, also after an exception. Give back what setup took."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continued run needs of this callback: numbers, strings, tensors, lists and dicts of them."""
+        """What a continued run needs of this callback: numbers, strings, tensors, lists and dicts of them.
+
+        Asked on rank 0 alone, whose state goes to all ranks: no collective here.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -220,6 +220,14 @@ class Devices:
         dist.all_gather_object(parts, value, group=self._group)
         return parts
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on rank 0; an empty list on the others."""
+        if self.world_size == 1:
+            return [value]
+        parts: list[Any] = [None] * self.world_size if self.is_main else []
+        dist.gather_object(value, parts or None, dst=0, group=self._group)
+        return parts
+
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
         if self.world_size == 1:

@@ -36,6 +36,7 @@ class Dispatch(nn.Module):
         if not trainable:
             raise TaskError(f"{type(task).__name__} has no parameter that requires a gradient: nothing can be trained.")
         self.trainable = trainable
+        self.in_order: list[nn.Parameter] | None = None  # in which order they get gradients of zeros, if it matters
         self.joins = joins
         if rides:
             # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
@@ -69,7 +70,7 @@ class Dispatch(nn.Module):
             divisor = share / weight
             scaled = loss if divisor == 1.0 else loss / divisor
         elif self.joins:
-            scaled = zero_loss(self.trainable)
+            scaled = zero_loss(self.in_order or self.trainable, in_order=self.in_order is not None)
         detached = None if loss is None else loss.detach()
         if self.ride is None:
             return scaled, None, detached, weight

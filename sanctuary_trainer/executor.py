@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import operator
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,26 @@ class Executor:
         self._checked = not several
         self._parameters = list(self.task.parameters())
         self._trains = [parameter.requires_grad for parameter in self._parameters]
+        # The order in which parameters got their first gradients; from 3 ranks on it decides how sums are rounded.
+        self.order: list[str] = []
+        self._notes_order = self.devices.world_size > 2 and not self.module.find_unused_parameters
+
+    def rehearse(self, order: Sequence[str]) -> None:
+        """Bring DDP to where it was: after its first backward it lays its buckets out anew, in the order of gradients.
+
+        Else the first step of a continued run would be summed over the ranks in another order than before. Gradients of
+        zeros are given in that order; nothing else changes. All ranks call it, with the `order` of the run's executor.
+        """
+        parameters = {name: p for name, p in self._dispatch.named_parameters() if p.requires_grad}
+        if sorted(order) != sorted(parameters):
+            return  # fewer ranks than 3, or another task
+        self._dispatch.in_order = [parameters[name] for name in order if name != "ride"]
+        self.begin()
+        self.join()
+        self.finish()
+        self._dispatch.in_order, self._checked = None, False
+        for parameter in parameters.values():
+            parameter.grad = None
 
     def follow_frozen(self) -> None:
         """Wrap anew, and wake up, when other parameters require a gradient than before: layers frozen or thawed.
@@ -121,7 +142,7 @@ class Executor:
         self.late = late
         self._weight = 0.0
         self._samples = self._batches = 0
-        self.entered = False
+        self._save = self.entered = False
         self.has_synced = not self._several
 
     def expect(self, samples: float) -> None:
@@ -179,16 +200,31 @@ class Executor:
                 if self.devices.scaler is not None:
                     scaled = self.devices.scaler.scale(scaled)
                 self.in_sync = sync
-                if ride is None:
-                    scaled.backward()
-                else:  # beside the scaled loss and not in it: the counts must not overflow
-                    torch.autograd.backward((scaled, ride))
+                with self._noting_order() if sync and self._notes_order else _NO_CONTEXT:
+                    if ride is None:
+                        scaled.backward()
+                    else:  # beside the scaled loss and not in it: the counts must not overflow
+                        torch.autograd.backward((scaled, ride))
                 self.in_sync = False
         self._weight += weight
         if sync and not self.has_synced:
             self.has_synced = True
             self._check_gradients()
         return None if loss is None else (loss, weight)
+
+    @contextmanager
+    def _noting_order(self) -> Iterator[None]:
+        def note(name: str, parameter: torch.Tensor) -> None:
+            self.order.append(name)
+
+        named = [(name, p) for name, p in self._dispatch.named_parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(partial(note, name)) for name, p in named]
+        self._notes_order = False
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _named(self, error: RuntimeError) -> Exception:
         """DDP's error about parameters that the step before did not use, with their names instead of numbers."""

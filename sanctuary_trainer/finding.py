@@ -2,7 +2,7 @@
 
     choose(resume, ...)    "auto": the newest whole one of the run, or none; "last": the same, and one must be there;
                            a path: that one, or the newest of the run whose folder it is
-    open_run(run_dir, saved) `run.json`: the run's id, and at which step each of its attempts began
+    begin_attempt(...)     `run.json`: the run's id, and at which step each of its attempts began
 
 A run that went back to step 100 has left a branch behind: what its former attempt saved after step 100 is not taken
 for its newest checkpoint.
@@ -72,28 +72,29 @@ def runs_of(project_dir: Path, task: str) -> list[Path]:
     return [path for path in project_dir.glob(f"{task}-*") if path.name.removeprefix(f"{task}-").isdigit()]
 
 
-def open_run(run_dir: Path, saved: Mapping[str, Any]) -> tuple[str, int, dict[Path, int]]:
-    """Note in `run.json` that an attempt begins.
-
-    Args:
-        run_dir: the run's folder.
-        saved: what the checkpoint tells from which it goes on; empty for a fresh start.
+def look_at_run(run_dir: Path) -> tuple[str, int, dict[Path, int]]:
+    """What is known of the run in a folder before an attempt begins.
 
     Returns:
-        The run's id; the number of this attempt, from 0; the checkpoints of the run, and the step of each.
+        The run's id, a new one where there is none; the number of the attempt, from 0; its checkpoints and their steps.
     """
     about = _about(run_dir)
-    step = saved["progress"]["global_step"] if saved else 0
-    about.setdefault("id", uuid.uuid4().hex[:12])
+    run_id = about.get("id") or uuid.uuid4().hex[:12]
+    found = {path: read_manifest(path) for folder in _folders(run_dir, about) for path in _checkpoints_in(folder)}
+    own = {path: told["global_step"] for path, told in found.items() if told.get("run") == run_id}
+    return run_id, len(about.get("starts", [])), own
+
+
+def begin_attempt(run_dir: Path, run_id: str, step: int) -> None:
+    """Note in `run.json` that an attempt begins at a step, and remove what killed ones left unfinished."""
+    about = _about(run_dir)
+    about["id"] = run_id
     about["starts"] = [*about.get("starts", []), step]
     about.setdefault("folders", [CHECKPOINTS])
     write_file(run_dir / RUN, json.dumps(about, indent=1).encode())
     for stray in run_dir.glob(f".{RUN}.*.partial"):
         stray.unlink()
     _tidy(run_dir, about)
-    found = {path: read_manifest(path) for folder in _folders(run_dir, about) for path in _checkpoints_in(folder)}
-    own = {path: told["global_step"] for path, told in found.items() if told.get("run") == about["id"]}
-    return about["id"], len(about["starts"]) - 1, own
 
 
 def note_folder(run_dir: Path, folder: Path) -> None:

@@ -26,7 +26,15 @@ class _Zeros(torch.autograd.Function):
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
-def zero_loss(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar loss of 0 with a gradient of zeros for each of the `parameters` (at least one)."""
-    loss: torch.Tensor = _Zeros.apply(*parameters)
-    return loss
+def zero_loss(parameters: Sequence[torch.Tensor], in_order: bool = False) -> torch.Tensor:
+    """A scalar loss of 0 with a gradient of zeros for each of the `parameters` (at least one).
+
+    in_order: let them get it one after the other, as they stand.
+    """
+    if not in_order:
+        loss: torch.Tensor = _Zeros.apply(*parameters)
+        return loss
+    # Of what is ready, autograd takes what was made last.
+    return sum(
+        (zero_loss([parameter]) for parameter in reversed(parameters)), torch.zeros((), device=parameters[0].device)
+    )

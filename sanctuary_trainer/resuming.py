@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sanctuary_trainer import finding
 from sanctuary_trainer.checkpoint_folder import check_whole
 from sanctuary_trainer.checkpointing import WEIGHTS, read_rank, read_state
 from sanctuary_trainer.data import Start
@@ -136,7 +137,7 @@ def restore_run(run: Run, changed: list[str]) -> None:
     run.metrics.update(saved["metrics"])
     run.progress_metrics.update(rest["progress_metrics"])
     run.validated, run.monitors_checked = rest["validated"], rest["monitors_checked"]
-    run.owes_evaluation = rest["owes_evaluation"]
+    run.owes_evaluation, run.owes_epoch_end, run.owes_saves = rest["owes"]
     former = saved["data"]["ranks"]
     mine = [run.rank] if former == run.world_size else list(range(run.rank, former, run.world_size))
     parts = {rank: read_rank(run.continued, rank) for rank in dict.fromkeys([0, *mine])}
@@ -146,6 +147,15 @@ def restore_run(run: Run, changed: list[str]) -> None:
     run.generators = parts[run.rank]["generators"] if former == run.world_size else None
     _restore_callbacks(run)
     _tell(run, changed)
+
+
+def begin_attempt(run: Run) -> None:
+    """From here on the run is this attempt's: files are cut and the trackers opened, since nothing refused the run."""
+    assert run.run_dir is not None and run.tracking is not None
+    with run.devices.together():
+        if run.is_main:
+            finding.begin_attempt(run.run_dir, run.run_id, run.state.global_step)
+        run.tracking.open()
 
 
 def restore_generators(run: Run) -> None:

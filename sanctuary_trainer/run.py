@@ -88,6 +88,7 @@ class Run:
         run_id: tells this run from others, also in a folder that several share; the same after a resume.
         checkpoints: the checkpoints of this run that rank 0 found when it began, and the step of each.
         save_asked: at a save point, whether somebody asked for one with `save_soon`; the same on all ranks.
+        owes_saves: at a save point, whether the run was cut off while it wrote the checkpoints of this boundary.
         at_boundary: whether a checkpoint written now could be continued exactly; the same on all ranks in
             `on_exception`.
         best_checkpoint: the best checkpoint so far, or the last where nothing is watched; set by `Checkpoint`.
@@ -140,7 +141,8 @@ class Run:
         self.requests: list[Request] = []  # checkpoints that were asked for at this save point
         self.saves_soon = self.heard_late = self.save_asked = False
         self.at_boundary = False
-        self.owes_evaluation = False  # of a step that is made: a checkpoint of now has it before it
+        # What a checkpoint of now has still before it: the last step's validation, the epoch's end, other checkpoints.
+        self.owes_evaluation = self.owes_epoch_end = self.owes_saves = False
         self.reached: Any = None  # where a stream of a continued epoch stands
         self.epoch_feed: Feed | None = None  # of the running epoch
         self.best_checkpoint: Path | None = None
@@ -432,10 +434,14 @@ class Run:
         else:
             self.save_asked = self.save_asked or asked
 
+    def carry_save(self) -> None:
+        """A window begins: what was told late in the one before holds for it."""
+        self.save_asked, self.heard_late = self.save_asked or self.heard_late, False
+
     def settle_signal(self) -> None:
         """At the end of a fit, let all ranks know of a signal that any of them got, also of one that came last."""
         received = [name for name in self.devices.gather_objects(self.signals.received) if name is not None]
-        self.signals.received = received[0] if received else None
+        self.signals.obeyed = received[0] if received else None
 
     def evaluated(self) -> dict[str, float]:
         """The values of the evaluation loader that was just read, over all ranks."""

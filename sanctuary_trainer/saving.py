@@ -1,10 +1,10 @@
 """What a checkpoint holds of a run: taken from it at a save point, and written by rank 0.
 
-    write_requested(run)
-      each rank's own part is gathered     generators, records, position in a stream
-      for each folder that was asked for   bare weights first: what a run goes on from knows of them
-        rank 0 writes it whole or not at all; all ranks learn its path, or why there is none
-        done(path, failure)                of each who asked, on all ranks
+write_requested(run)
+  each rank's own part is gathered     generators, records, position in a stream
+  for each folder that was asked for   bare weights first: what a run goes on from knows of them
+    rank 0 writes it whole or not at all; all ranks learn its path, or why there is none
+    done(path, failure)                of each who asked, on all ranks
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,40 +42,47 @@ def write_requested(run: Run) -> None:
         CheckpointError: one could not be written and the run ends here; on every rank.
     """
     requests, run.requests = run.requests, []
-    with run.devices.together():
-        own = rank_file(_rank_state(run))
-    ranks = run.devices.gather_objects(own)
     folders = dict.fromkeys(request.folder for request in requests)
-    groups = [[request for request in requests if request.folder == folder] for folder in folders]
+    groups = sorted(([r for r in requests if r.folder == folder] for folder in folders), key=_is_full)
+    ranks: list[bytes] = []
+    if any(map(_is_full, groups)):
+        with run.devices.together():
+            own = rank_file(_rank_state(run))
+        ranks = run.devices.gather_on_main(own)
     lost = []
-    for order, group in enumerate(sorted(groups, key=_is_full)):
-        path, failure = run.devices.on_main(partial(_written, run, group, ranks, order))
+    for order, group in enumerate(groups):
+        run.owes_saves = order + 1 < len(groups)
+        written = run.devices.on_main(partial(_written, run, group, ranks, order))
         with run.devices.together():
             for request in group:
                 if request.done is not None:
-                    request.done(path, failure)
-        ends = path is None and run.state.stop_reason is not None
-        if failure is not None and ends and not failure.startswith(_NOT_FINITE):
-            lost.append(failure)
-        elif failure is not None:
-            run.warn(f"{failure} The checkpoints before stay.")
+                    request.done(written.path, written.failure or None)
+        if written.is_lost and run.state.stop_reason is not None:
+            lost.append(written.failure)
+        elif written.failure:
+            run.warn(f"{written.failure} The checkpoints before stay.")
     if lost:
         raise CheckpointError(f"The run's last checkpoint could not be written. {' '.join(lost)}")
 
 
-_NOT_FINITE = "The weights are not finite"
+class _Written(NamedTuple):
+    """What came of a checkpoint. is_lost: whether a run that ends without it has lost something."""
+
+    path: Path | None
+    failure: str = ""
+    is_lost: bool = False
 
 
 def _is_full(group: list[Request]) -> bool:
     return not all(request.weights_only for request in group)
 
 
-def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> tuple[Path | None, str | None]:
-    """Write one checkpoint on rank 0: its path, or why there is none."""
+def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> _Written:
+    """Write one checkpoint on rank 0."""
     assert run.run_dir is not None and run.tracking is not None
     full = _is_full(group)
     if not _is_finite(run.task):
-        return None, f"{_NOT_FINITE} at step {run.state.global_step}; they were not saved."
+        return _Written(None, f"The weights are not finite at step {run.state.global_step}; they were not saved.")
     try:
         keeps = {run.run_dir / path for request in group for path in request.keeps}
         folder = free_name(group[0].folder, run.run_id, keeps)
@@ -97,14 +104,14 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
 
         write_checkpoint(folder, run.run_id, about | place, fill)
     except OSError as error:
-        return None, f"The checkpoint {group[0].folder} could not be written: {error}."
+        return _Written(None, f"The checkpoint {group[0].folder} could not be written: {error}.", is_lost=True)
     link = free_name(folder.with_name("last"), run.run_id)
     try:
         if any(request.last for request in group) and link != folder:
             write_link(link, folder, run.run_id)
     except OSError as error:
-        return folder, f"The link {link} to {folder} could not be made: {error}."
-    return folder, None
+        return _Written(folder, f"The link {link} to {folder} could not be made: {error}.")
+    return _Written(folder)
 
 
 def _is_finite(task: torch.nn.Module) -> bool:
@@ -154,8 +161,9 @@ def _state(run: Run, full: bool) -> dict[str, Any]:
         "rest": {
             "progress_metrics": dict(run.progress_metrics),
             "validated": run.validated,
+            "gradient_order": [] if run.executor is None else run.executor.order,
             "monitors_checked": run.monitors_checked,
-            "owes_evaluation": run.owes_evaluation,
+            "owes": (run.owes_evaluation, run.owes_epoch_end, run.owes_saves),
             "tracking": run.tracking.reached(),
         },
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +28,16 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Takes note of a signal while a run trains. `received`: its name, None before."""
+    """Takes note of a signal while a run trains.
+
+    Attributes:
+        received: its name; None before.
+        obeyed: the one that all ranks obey at the end of the fit, whichever of them got it.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.obeyed: str | None = None
         self._former: dict[int, Any] = {}
 
     @contextmanager
@@ -46,6 +53,9 @@ class Signals:
             yield
         finally:
             self._give_back()
+            # It came when the ranks had agreed about the end already: as if it came after the fit.
+            if self.received is not None and self.obeyed is None and sys.exc_info()[0] is None:
+                os.kill(os.getpid(), signal.Signals[self.received])
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

@@ -38,24 +38,25 @@ class Telling:
         # Once this rank has synced: "step" (the end of the window), "window", or something else (None).
         self._next: str | None = None
         self._rounds = self._steps = 0  # rounds taken and steps made when the window began
+        self.due = False  # whether all ranks meet at the step that is being made
 
     def begin_window(self, feed: Feed) -> bool:
         """Note that a window begins; whether what the ranks tell each other in it may be read one window later."""
         if not self._several:
             return False
         run, self._next = self._run, "step"
-        run.save_asked, run.heard_late = run.save_asked or run.heard_late, False
+        run.carry_save()
         self._rounds, self._steps = feed.taken, run.state.global_step
         feed.begin_window(run.plan.accumulation)
-        return run.devices.reads_late and feed.sized and feed.num_samples is not None and self._is_quiet()
+        return self._reads_late(feed)
 
     def told_when_due(self, epoch_ends: bool) -> AbstractContextManager[None]:
         """For the hooks of a step: where a log, a validation or an end follows, their errors are told to all ranks."""
         if not self._several:
             return _NO_CONTEXT
-        due = self._falls_on_step(self._run.state, epoch_ends)
-        self._next = None if due else "window"
-        return self._run.devices.together() if due else _NO_CONTEXT
+        self.due = self._falls_on_step(self._run.state, epoch_ends)
+        self._next = None if self.due else "window"
+        return self._run.devices.together() if self.due else _NO_CONTEXT
 
     def goes_on(self, epoch_ends: bool) -> None:
         """The step is done and all that falls on it: note whether a window follows."""
@@ -72,15 +73,17 @@ class Telling:
             return
         if executor.has_synced and self._next == "step":  # before it was known what falls on the step
             window = executor.finish()
+            run.hear_save(window.save)
             run.count(feed, feed.taken - self._rounds, 0, window)
             ends = run.state.batch == run.plan.rounds if feed.sized else not (feed.more or window.more)
-            if self._falls_on_step(run.state, ends, window.save):
+            if self._falls_on_step(run.state, ends):
                 run.devices.raise_together(error)
             self._next = "window"
         if executor.has_synced and self._next is None:
             return
         if executor.has_synced:
-            executor.begin(late=run.devices.reads_late and self._is_quiet(made=self._steps + 1))
+            run.carry_save()
+            executor.begin(late=self._reads_late(feed, made=self._steps + 1))
         elif executor.entered and isinstance(executor.module, DistributedDataParallel):
             # The forward that died has sent its buffers already; the others would not answer a second time.
             executor.module.require_forward_param_sync = False
@@ -91,17 +94,19 @@ class Telling:
             _join_failed(executor, feed)
         run.devices.raise_together(error)
 
-    def _is_quiet(self, made: int = 0) -> bool:
+    def _reads_late(self, feed: Feed, made: int = 0) -> bool:
         """Whether nothing falls on the window to come, so that every rank goes on to the one after at once."""
+        if not (self._run.devices.reads_late and feed.sized and feed.num_samples is not None):
+            return False
         state, plan = self._run.state, self._run.plan
         after = replace(state, batch=state.batch + plan.accumulation, global_step=max(made, state.global_step))
         return not self._falls_on_step(after, plan.rounds is None or after.batch >= plan.rounds)
 
-    def _falls_on_step(self, state: RunState, epoch_ends: bool, save: bool = False) -> bool:
+    def _falls_on_step(self, state: RunState, epoch_ends: bool) -> bool:
         """Whether all ranks meet at the coming step: for a log, a validation, a checkpoint or an end."""
         run = self._run
-        due = save or run.save_asked or run.callbacks.saves_at(state.global_step + 1)
-        return due or run.plan.falls_on_step(state, epoch_ends)
+        saves = run.save_asked or run.callbacks.saves_at(state.global_step + 1)
+        return saves or run.plan.falls_on_step(state, epoch_ends)
 
 
 def _join_failed(executor: Executor, feed: Feed) -> None:

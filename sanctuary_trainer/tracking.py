@@ -1,6 +1,7 @@
 """Where values go: one TensorBoard event file and `metrics.jsonl` in the run folder, and accelerate's other trackers.
 
-    Tracking(run_dir, ...)   open the files, write the hyper-parameters          main process; nothing elsewhere
+    Tracking(run_dir, ...)
+      open()                 open the files, write the hyper-parameters          main process; nothing elsewhere
       log(values, step)      one event and one JSON line                         the line at once, events every 30 s
       log_images(...)        one grid
     reached()                bring all of it to the disk; how far the files have come, for a checkpoint
@@ -60,25 +61,36 @@ class Tracking:
         reached: Mapping[str, Any] | None = None,
         step: int = 0,
     ) -> None:
-        names = check_log_with(log_with)
+        self._names = check_log_with(log_with)
+        self._hparams, self._is_main = flatten_hparams(hparams), is_main
+        self._bytes, self._step = {} if reached is None else reached["bytes"], step
+        self._opened = False
         self._lines: TextIO | None = None
         self._board: EventFile | None = None
         self._run_dir = run_dir
         self._last_step: int | None = None if reached is None else reached["last_step"]
         self.trackers: list[Any] = []
-        flat = flatten_hparams(hparams)
+
+    def open(self) -> None:
+        """Open the files, cut to what they were at the checkpoint, and write the hyper-parameters.
+
+        Not before nothing can refuse the run any more: what was cut is gone. What is logged earlier opens them, too.
+        """
+        if self._opened:
+            return
+        self._opened, run_dir, names = True, self._run_dir, self._names
         with ExitStack() as opened:
             opened.callback(self.close, "failure")
-            if is_main:
+            if self._is_main:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                begun = cut_files(run_dir, {} if reached is None else reached["bytes"])
+                begun = cut_files(run_dir, self._bytes)
                 self._lines = (run_dir / LINES).open("a", encoding="utf-8", buffering=1)
                 if "tensorboard" in names:
-                    self._board = EventFile(run_dir, flat, from_step=step if begun else None)
+                    self._board = EventFile(run_dir, self._hparams, from_step=self._step if begun else None)
             for tracker in (_accelerate_tracker(name, run_dir) for name in names if name != "tensorboard"):
                 tracker.start()
                 self.trackers.append(tracker)
-                tracker.store_init_configuration(dict(flat))
+                tracker.store_init_configuration(dict(self._hparams))
             opened.pop_all()  # nothing failed: all of it stays open
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
@@ -87,6 +99,7 @@ class Tracking:
         In `metrics.jsonl` a value that is not finite is the string "NaN", "Infinity" or "-Infinity": JSON has no such
         numbers, and `float(...)` reads them back.
         """
+        self.open()
         if self._lines is not None:
             line: dict[str, Any] = {"step": step, "epoch": epoch, "time": time.time()}
             line.update((name, _for_json(value)) for name, value in values.items())
@@ -106,6 +119,7 @@ class Tracking:
         Raises:
             DataError: for another shape or type.
         """
+        self.open()
         if self._board is None and not self.trackers:
             return
         grid = image_grid(name, images)  # (H, W, 3) uint8

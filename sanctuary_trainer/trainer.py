@@ -37,7 +37,7 @@ from sanctuary_trainer.callback import Callback, Callbacks, with_defaults
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.executor import Executor
-from sanctuary_trainer.finding import Chosen, open_run
+from sanctuary_trainer.finding import Chosen, look_at_run
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
@@ -189,8 +189,8 @@ class Trainer:
             raise SettingsError(f'resume={resume!r}; "auto", "last" or a path was expected.')
         with self._run("fit", task, {"train": train, "val": val}, data, resume=resume) as run, run.signals.taken():
             fit(run)
-        if run.signals.received is not None:
-            raise SystemExit(exit_status(run.signals.received))
+        if run.signals.obeyed is not None:
+            raise SystemExit(exit_status(run.signals.obeyed))
         reason = run.state.stop_reason
         assert run.run_dir is not None and reason is not None
         return FitResult(dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint)
@@ -302,7 +302,7 @@ class Trainer:
             except BaseException as error:
                 settle_boundary(run, error)
                 run.callbacks.on_exception(run, error)
-                if run.requests:
+                if run.requests and run.at_boundary and not isinstance(error, KeyboardInterrupt):
                     write_requested(run)
                 raise
 
@@ -357,7 +357,7 @@ class Trainer:
         run.executor = Executor(run.task, run.devices)
         run.execute = run.executor.execute
         run.run_dir = run_dir
-        run.run_id, run.attempt, run.checkpoints = run.devices.on_main(lambda: open_run(run_dir, run.saved))
+        run.run_id, run.attempt, run.checkpoints = run.devices.on_main(lambda: look_at_run(run_dir))
         chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
         run.hparams = {**run.task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
         with run.devices.together():

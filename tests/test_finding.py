@@ -13,7 +13,7 @@ import pytest
 
 from sanctuary_trainer import CheckpointError, RunFolderError
 from sanctuary_trainer.callbacks import Checkpoint
-from sanctuary_trainer.finding import Chosen, choose, free_name, newest_run, note_folder, open_run
+from sanctuary_trainer.finding import Chosen, begin_attempt, choose, free_name, look_at_run, newest_run, note_folder
 from tests.small_tasks import Line, floats, loader, quiet_trainer
 from tests.test_checkpointing import OTHER, hidden, visible, write
 
@@ -259,8 +259,10 @@ def test_a_fresh_start_abandons_all_before_it() -> None:
 
 
 def test_an_attempt_is_noted_and_what_is_there_is_told(tmp_path: Path) -> None:
-    run_id, attempt, there = open_run(tmp_path, {})
+    run_id, attempt, there = look_at_run(tmp_path)
     assert attempt == 0 and there == {}
+    assert list(tmp_path.iterdir()) == []
+    begin_attempt(tmp_path, run_id, 0)
     shared = tmp_path.parent / "shared"
     for folder in (tmp_path / "checkpoints", tmp_path / "b", shared):
         note_folder(tmp_path, folder)
@@ -270,7 +272,8 @@ def test_an_attempt_is_noted_and_what_is_there_is_told(tmp_path: Path) -> None:
         for owner in (run_id, OTHER):
             (folder / f".x.{owner}.partial").mkdir()
     (tmp_path / ".run.json.17.partial").touch()
-    again, attempt, there = open_run(tmp_path, {"progress": {"global_step": 7}})
+    again, attempt, there = look_at_run(tmp_path)
+    begin_attempt(tmp_path, again, 7)
     assert (again, attempt) == (run_id, 1)
     assert there == {folder / "mine": 3 for folder in (tmp_path / "checkpoints", tmp_path / "b", shared)}
     assert json.loads((tmp_path / "run.json").read_bytes()) == {

@@ -712,3 +712,113 @@ def test_fast_dev_run_does_not_go_on(run_folder: Path) -> None:
     quiet_trainer(max_epochs=1, **settings).fit(Net(), loader(classes(8)))
     result = quiet_trainer(fast_dev_run=True, **settings).fit(Net(), loader(classes(8)), resume="auto")
     assert result.global_step == 1
+
+
+def scripted(folder: Path, losses: list[float], *callbacks: Any, resume: str | None = "auto", **settings: Any) -> Any:
+    """An epoch of two steps for each loss."""
+
+    class Scripted(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", losses[self.run.state.epoch])
+
+    settings = {"max_epochs": len(losses), "seed": 0, "log_every_n_steps": 1, **settings}
+    trainer = quiet_trainer(project_dir=folder, run_name="r", callbacks=list(callbacks), **settings)
+    return trainer.fit(Scripted(0.1), loader(floats(range(8))), loader(floats(range(2))), resume=resume)
+
+
+def best(**settings: Any) -> Checkpoint:
+    return Checkpoint(monitor="val/loss", mode="min", **{"name": "best", **settings})
+
+
+def step_of(checkpoint: Path | None) -> int:
+    assert checkpoint is not None
+    return json.loads((checkpoint / "manifest.json").read_text())["global_step"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("dies", ["best", "step_00000004"])
+def test_cut_off_between_two_checkpoints_of_one_boundary_the_other_is_written_too(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, dies: str, order: int
+) -> None:
+    from sanctuary_trainer import saving
+
+    def dying(folder: Path, owner: str, about: Any, fill: Any) -> None:
+        if folder.name == dies and about["epoch"] == 2:
+            raise Cut
+        write(folder, owner, about, fill)
+
+    losses, write = [0.9, 0.1, 0.5, 0.6], saving.write_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_checkpoint", dying)
+        with pytest.raises(Cut):
+            scripted(run_folder, losses, *[Checkpoint(), best()][:: 1 - 2 * order])
+    result = scripted(run_folder, losses, *[Checkpoint(), best()][:: 1 - 2 * order])
+    assert step_of(result.best_checkpoint) == 4
+    assert result.global_step == 8
+
+
+def test_another_schedule_keeps_the_best(run_folder: Path) -> None:
+    scripted(run_folder, [0.1, 0.9], best())
+    result = scripted(run_folder, [0.1, 0.9, 0.8, 0.7], best(every_n_steps=2))
+    assert step_of(result.best_checkpoint) == 2
+
+
+def test_a_value_that_comes_after_a_resume_is_ranked(run_folder: Path) -> None:
+    def kill(hook: str, step: int) -> Any:
+        from .test_signals import Kill
+
+        return Kill(hook, step)
+
+    with pytest.raises(SystemExit):
+        scripted(run_folder, [0.9, 0.1, 0.5], best(every_n_steps=2), kill("val batch", 4), val_check_interval=2)
+    result = scripted(run_folder, [0.9, 0.1, 0.5], best(every_n_steps=2), val_check_interval=2)
+    assert step_of(result.best_checkpoint) == 4
+
+
+@pytest.mark.parametrize("where", ["setup", "on_fit_start"])
+def test_a_start_that_is_refused_changes_nothing_on_disk(run_folder: Path, where: str) -> None:
+    def refuse(self: Any, run: Run) -> None:
+        raise SettingsError("no")
+
+    scripted(run_folder, [0.1, 0.2, 0.3], Checkpoint(save_top_k=-1))
+    before = {path: path.read_bytes() for path in (run_folder / "r").rglob("*") if path.is_file()}
+    with pytest.raises(SettingsError):
+        scripted(
+            run_folder,
+            [0.1, 0.2, 0.3],
+            Checkpoint(save_top_k=-1),
+            type("Refuses", (Callback,), {where: refuse})(),
+            resume=str(run_folder / "r" / "checkpoints" / "step_00000002"),
+        )
+    assert {path: path.read_bytes() for path in (run_folder / "r").rglob("*") if path.is_file()} == before
+
+
+def test_what_an_epochs_first_hook_does_is_not_done_twice(run_folder: Path) -> None:
+    """An error while the epoch's first batch is read, after its hook."""
+    seen: list[tuple[int, bool]] = []
+
+    class Adds(Net):
+        def on_train_epoch_start(self, run: Run) -> None:
+            seen.append((run.state.epoch, fails))
+            if run.state.epoch == 1:
+                group = {"params": [nn.Parameter(torch.zeros(1, dtype=torch.float64))]}
+                self.register_parameter("extra", group["params"][0])
+                run.optimizers[0].add_param_group(group)
+
+    class Breaks(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if fails and len(self.read) >= 8:
+                raise Cut
+            return super().__getitem__(index)
+
+    for fails in (True, False):
+        trainer = quiet_trainer(
+            max_epochs=2, seed=0, project_dir=run_folder, run_name="r", callbacks=[Checkpoint(every_n_steps=1)]
+        )
+        task, data = Adds(), DataLoader(Breaks(classes(8)), 4)
+        if fails:
+            with pytest.raises(Cut):
+                trainer.fit(task, data, resume="auto")
+        else:
+            assert trainer.fit(task, data, resume="auto").global_step == 4
+    assert seen == [(0, True), (1, True), (1, False)]

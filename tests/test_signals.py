@@ -124,6 +124,16 @@ def test_a_signal_in_a_validation_is_obeyed_within_a_batch(run_folder: Path, int
     assert curves(run_folder / "a") == curves(run_folder / "b")
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 5, "val_check_interval": 5}, {"max_steps": 5}, {"max_steps": 10}])
+def test_a_signal_in_the_last_validation_leaves_it_to_the_next_start(run_folder: Path, limits: dict[str, Any]) -> None:
+    limits = {"log_every_n_steps": 1, **limits}
+    interrupted(run_folder / "a", Kill("val batch", limits["max_steps"]), **limits)
+    continued, straight = fit(run_folder / "a", resume="auto", **limits), fit(run_folder / "b", **limits)
+    assert continued.validated == 20 and straight.validated == 20 * limits["max_steps"] // 5
+    assert curves(run_folder / "a") == curves(run_folder / "b")
+    assert torch.equal(weights(continued), weights(straight))
+
+
 def curves(folder: Path) -> list[dict[str, Any]]:
     import json
 

@@ -46,7 +46,9 @@ def case_93() -> dict[str, Any]:
 
 
 def track(folder: Path, hparams: dict[str, Any] | None = None, **settings: Any) -> Tracking:
-    return Tracking(folder, **{"log_with": "tensorboard", "is_main": True, "hparams": hparams or {}, **settings})
+    tracking = Tracking(folder, **{"log_with": "tensorboard", "is_main": True, "hparams": hparams or {}, **settings})
+    tracking.open()
+    return tracking
 
 
 def events(folder: Path) -> Any:

@@ -1,9 +1,10 @@
 """What falls on the end of a window and on the end of an epoch of training.
 
 train_step     gradients of the mean, hooks, clip, optimizers, schedulers; count the step; log
-finish_step    validate, stop, save point; alone where a continued run owes the validation of its last step
+finish_step    validate, stop, save point
 end_epoch      validation, the epoch's values, schedulers, hooks; count the epoch; stop, save point
 save_point     the hooks, then the checkpoints that they asked for
+finish_what_is_owed   what a continued run had still before it
 
 A signal leaves a validation at once (`Interrupted`): what is saved then is the moment before it.
 """
@@ -56,17 +57,31 @@ def finish_step(run: Run, stop: bool, epoch_ends: bool, made: bool) -> None:
     """
     state, plan = run.state, run.plan
     if plan.validates_after_step(state, made):
-        run.at_boundary = run.owes_evaluation = True
+        run.at_boundary, run.owes_evaluation, run.owes_epoch_end = True, True, epoch_ends
         evaluate(run, "val")
-        run.at_boundary = run.owes_evaluation = False
+        run.at_boundary = run.owes_evaluation = run.owes_epoch_end = False
         run.settle_stop()
     run.settle_stop(stop)
     state.stop_reason = state.stop_reason or plan.out_of_steps(state)
     run.telling.goes_on(epoch_ends)
     if not epoch_ends and (made or state.stop_reason is not None):  # a run may end in a window that was left out
-        save_point(run, together=state.stop_reason is not None)  # else a window follows
+        save_point(run, together=run.telling.due or state.stop_reason is not None)  # else a window follows
     else:
         run.at_boundary = not epoch_ends
+
+
+def finish_what_is_owed(run: Run) -> None:
+    """What a checkpoint had still before it when the run that wrote it was cut off."""
+    run.telling.due, owes_evaluation, owes_epoch_end = True, run.owes_evaluation, run.owes_epoch_end
+    run.owes_evaluation = run.owes_epoch_end = False
+    if owes_evaluation:
+        finish_step(run, False, epoch_ends=owes_epoch_end, made=True)
+    if owes_epoch_end:
+        end_epoch(run, made=1)
+    run.state.stop_reason = run.state.stop_reason or run.plan.finished(run.state)
+    if run.owes_saves:
+        save_point(run, together=True)
+        run.owes_saves = False
 
 
 def end_epoch(run: Run, made: int) -> None:
@@ -78,9 +93,10 @@ def end_epoch(run: Run, made: int) -> None:
     if not made:
         run.warn(f"Epoch {state.epoch} made no step: training_step left out every batch, or every update overflowed.")
     if plan.validates_at_epoch_end(state):
-        run.at_boundary = True
+        run.at_boundary = run.owes_epoch_end = True
         evaluate(run, "val")
         run.at_boundary = False
+    run.owes_epoch_end = False
     run.ends_epoch = True
     values = run.records.epoch_values("train")
     run.publish(values)
@@ -116,7 +132,7 @@ def save_point(run: Run, together: bool) -> None:
         run.callbacks.on_save_point(run)
     except Exception as raised:  # noqa: BLE001 - the other ranks may be about to write a checkpoint
         error = raised
-    if together or run.requests:
+    if together:
         run.devices.raise_together(error)
     elif error is not None:
         raise error

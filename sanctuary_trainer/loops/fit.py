@@ -17,9 +17,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from sanctuary_trainer.data import Start
-from sanctuary_trainer.loops.boundaries import end_epoch, finish_step, save_point, train_step
+from sanctuary_trainer.loops.boundaries import end_epoch, finish_what_is_owed, save_point, train_step
 from sanctuary_trainer.loops.evaluate import evaluate
-from sanctuary_trainer.resuming import restore_generators
+from sanctuary_trainer.resuming import begin_attempt, restore_generators
 from sanctuary_trainer.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -32,16 +32,17 @@ def fit(run: Run) -> None:
     """Train until a limit is reached or somebody asks to stop; `run.state.stop_reason` says which."""
     with run.devices.together():
         run.callbacks.on_fit_start(run)
+    begin_attempt(run)
+    assert run.executor is not None
     try:
         if run.continued is None:
             sanity_validation(run)
         else:
+            run.executor.rehearse(run.saved["rest"]["gradient_order"])
             restore_generators(run)
         run.at_boundary = True
-        run.state.stop_reason = run.plan.finished(run.state)
         run.settle_stop()
-        if run.owes_evaluation and run.state.stop_reason is None:
-            finish_step(run, False, epoch_ends=run.state.batch == run.plan.rounds, made=True)
+        finish_what_is_owed(run)
         while run.state.stop_reason is None:
             train_epoch(run)
     except Interrupted:
@@ -70,6 +71,7 @@ def train_epoch(run: Run) -> None:
     begun = state.batch > 0 or state.samples > 0
     steps = -1 if begun else state.global_step  # of a continued epoch it is not known
     with run.devices.together():
+        run.at_boundary = begun  # else what the hook does would be done again
         if not begun:
             run.callbacks.on_train_epoch_start(run)
     executor.follow_frozen()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from sanctuary_trainer import Callback, Run
 from sanctuary_trainer.callbacks import Checkpoint
 from tests.distributed.workers import Ranks
-from tests.small_tasks import Line, Numbers, classes, floats, loader, quiet_trainer, weights
+from tests.small_tasks import Line, Net, Numbers, classes, floats, loader, quiet_trainer, weights
 from tests.test_resume import Cut, CutAt, curves, fit_everything
 from tests.test_signals import Adam
 
@@ -223,12 +223,14 @@ def test_an_error_where_a_checkpoint_is_due_reaches_all_ranks(
         assert seconds < 25
 
 
-def fails_beside_saves(folder: str, rank: int, hook: str, late: bool, every: int | None, soon: bool) -> Any:
+def fails_beside_saves(
+    folder: str, rank: int, hook: str, late: bool, every: int | None, soon: bool | str, asked: int = 0
+) -> Any:
     from sanctuary_trainer.devices import Devices
 
     class Asking(Callback):
         def on_train_step_end(self, run: Run) -> None:
-            if soon and run.is_main:
+            if soon and run.is_main and (soon != "once" or run.state.global_step == asked):
                 run.save_soon()
 
     former = Devices.__init__
@@ -242,7 +244,7 @@ def fails_beside_saves(folder: str, rank: int, hook: str, late: bool, every: int
         max_epochs=2,
         project_dir=folder,
         run_name="run",
-        callbacks=[FailsIn(rank, hook), Checkpoint(every_n_steps=every, every=0.001 if soon else None), Asking()],
+        callbacks=[Asking(), FailsIn(rank, hook), SavesWhenAsked(), Checkpoint(every_n_steps=every)],
         timeout=20,
         log_every_n_steps=1000,
     )
@@ -252,6 +254,15 @@ def fails_beside_saves(folder: str, rank: int, hook: str, late: bool, every: int
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return None
+
+
+class SavesWhenAsked(Callback):
+    def on_save_point(self, run: Run) -> None:
+        if run.save_asked:
+            run.save_checkpoint("asked")
+
+    def saves_at(self, step: int) -> bool:
+        return False
 
 
 class FailsIn(Callback):
@@ -334,3 +345,73 @@ def test_batches_that_are_not_formed_here_are_dealt_anew(
     results = ranks[after](ready_batches, str(run_folder), None, kind)
     given = sorted([*used, *(batch[0] for each in results for batch in each)])
     assert given == sorted([*range(12), *range(12)])
+
+
+class Deep(Net):
+    """Layers whose order in the task is not that of their use; float32, so that the order of sums shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.last = torch.nn.Linear(300, 3)
+        self.net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh()) for _ in range(4))
+        )
+        self.first = torch.nn.Linear(5, 300)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, labels = batch
+        return torch.nn.functional.cross_entropy(self.last(self.net(self.first(features.float()))), labels)
+
+
+def deep(folder: str, step: int | None, name: str) -> Any:
+    task = Deep()
+    trainer = quiet_trainer(
+        max_epochs=2,
+        seed=0,
+        project_dir=folder,
+        run_name=name,
+        callbacks=[Checkpoint(every_n_steps=1), *([] if step is None else [CutAt("on_train_batch_start", step)])],
+    )
+    with suppress(Cut):
+        trainer.fit(task, loader(classes(60), 4, shuffle=True), resume="auto")
+    return weights(task)
+
+
+def test_three_ranks_go_on_bit_for_bit_in_float32(three_ranks: Ranks, run_folder: Path) -> None:
+    """DDP lays out its buckets anew after a first step, and from 3 ranks on the order of a sum decides its rounding."""
+    straight = three_ranks(deep, str(run_folder), None, "a")
+    three_ranks(deep, str(run_folder), 3, "b")
+    three_ranks(deep, str(run_folder), 4, "b")
+    second = three_ranks(deep, str(run_folder), None, "b")
+    assert all(torch.equal(one, other) for one, other in zip(straight, second, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("asked", [1, 2, 3])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_train_step_end"])
+def test_an_error_near_a_wish_to_save_reaches_all_ranks(
+    two_ranks: Ranks, run_folder: Path, late: bool, asked: int, hook: str
+) -> None:
+    for told, seconds in two_ranks(fails_beside_saves, str(run_folder), 1, hook, late, None, "once", asked):
+        assert "something broke" in told
+        assert seconds < 15
+
+
+def fails_before_its_own_save(folder: str) -> Any:
+    class Saves(Callback):
+        def on_save_point(self, run: Run) -> None:
+            if run.state.global_step == 2:
+                if run.rank == 1:
+                    raise ValueError("something broke")
+                run.save_checkpoint("mine")
+
+    trainer = quiet_trainer(max_epochs=1, project_dir=folder, run_name="r", callbacks=[Saves()], timeout=20)
+    try:
+        trainer.fit(Adam(), loader(classes(40), 2))
+    except Exception as error:
+        return str(error)
+
+
+def test_an_error_before_ones_own_save_reaches_all_ranks(two_ranks: Ranks, run_folder: Path) -> None:
+    assert all("something broke" in told for told in two_ranks(fails_before_its_own_save, str(run_folder)))
