@@ -170,7 +170,7 @@ class Checkpoint(Callback):
         if not (due or the_end):
             return
         value = self._value(run) if due or self.monitor is None else None
-        if value is not None and self._kept.enters(value):
+        if value is not None and self._kept.enters(value, run.state.global_step):
             self._ask(run, value)
         elif the_end or self.save_last:
             self._ask(run, None)
@@ -219,14 +219,12 @@ class Checkpoint(Callback):
             return True
         if self.every is None or not (run.save_asked or self.monitor is not None):
             return False
-        # All ranks are here, for a wish to save or a new value; whether it is time, rank 0 knows.
         return run.devices.agree([float(self._is_time(run))])[0] > 0
 
-    def _is_time(self, run: Run) -> bool:
+    def _is_time(self, run: Run) -> bool:  # rank 0 alone knows
         return run.is_main and self.every is not None and time.monotonic() - self._timer >= self.every
 
     def _has_saved(self, step: int) -> bool:
-        """Whether this step is saved, with a monitor as one that has a value."""
         return any(each.step == step and (self.monitor is None or each.value is not None) for each in self.kept)
 
     def _value(self, run: Run) -> float | None:
@@ -294,7 +292,7 @@ class Checkpoint(Callback):
 
 
 def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return type(value) is int and value >= least
 
 
 def _check(name: str, value: object, fine: bool, expected: str) -> None:

@@ -11,11 +11,11 @@ All of it is decided from values over all ranks, so that all ranks decide alike.
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
 from sanctuary_trainer import Callback, RunState, SettingsError
+from sanctuary_trainer.callbacks.naming import nearest
 
 if TYPE_CHECKING:
     from sanctuary_trainer import Run
@@ -107,7 +107,7 @@ class EarlyStopping(Callback):
             known = [*metrics, *(f"{name}_{variant}" for name in metrics for variant in run.variants)]
             if self.monitor not in known:
                 what = f"EarlyStopping watches {self.monitor!r}, which sanity validation did not log."
-                run.warn(what + _nearest(self.monitor, known))
+                run.warn(what + nearest(self.monitor, known))
 
     def on_save_point(self, run: Run) -> None:
         """Here all values of a validation or an epoch have come, also those that its hooks logged."""
@@ -173,7 +173,7 @@ class EarlyStopping(Callback):
             names = sorted(run.metrics)
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             text += f"nothing has logged; there are {', '.join(names[:MOST_NAMES]) or 'no metrics'}{more}."
-            text += _nearest(self.monitor, names)
+            text += nearest(self.monitor, names)
         if self.strict:
             raise SettingsError(f"{text} (strict=False goes on without it.)")
         run.warn(text)
@@ -190,8 +190,3 @@ def _is_full_name(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.3)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -49,16 +49,17 @@ class Kept:
         """All of them, the best first."""
         return [*self.ranked, *([self.newest] if self.newest is not None and self.newest not in self.ranked else [])]
 
-    def enters(self, value: float) -> bool:
-        """Whether a value is among the best; where there is room, any is."""
-        if self.most < 0 or len(self.ranked) < self.most:
+    def enters(self, value: float, step: int) -> bool:
+        """Whether a value is among the best; where there is room, any is. One of the same step gives way."""
+        others = [entry for entry in self.ranked if entry.step != step]
+        if self.most < 0 or len(others) < self.most:
             return True
-        worst = self.ranked[self.most - 1].value if self.most else None
+        worst = others[self.most - 1].value if self.most else None
         return worst is not None and (value < worst if self.mode == "min" else value > worst)
 
     def after(self, new: Entry) -> Kept:
         """What is kept once a new checkpoint is complete."""
-        ranked = [entry for entry in self.ranked if entry.path != new.path]
+        ranked = [entry for entry in self.ranked if entry.path != new.path and entry.step != new.step]
         if new.value is not None:
             ranked = sorted([*ranked, new], key=lambda entry: entry.value or 0.0, reverse=self.mode != "min")
         ranked = ranked if self.most < 0 else ranked[: self.most]  # of a former attempt there may be more

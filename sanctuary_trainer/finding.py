@@ -72,14 +72,20 @@ def runs_of(project_dir: Path, task: str) -> list[Path]:
     return [path for path in project_dir.glob(f"{task}-*") if path.name.removeprefix(f"{task}-").isdigit()]
 
 
-def look_at_run(run_dir: Path) -> tuple[str, int, dict[Path, int]]:
+def look_at_run(run_dir: Path, continued: Path | None, saved: Mapping[str, Any]) -> tuple[str, int, dict[Path, int]]:
     """What is known of the run in a folder before an attempt begins.
+
+    Args:
+        run_dir: the folder.
+        continued: the checkpoint from which it goes on; one in the folder tells the run's id where `run.json` is lost.
+        saved: what that checkpoint tells.
 
     Returns:
         The run's id, a new one where there is none; the number of the attempt, from 0; its checkpoints and their steps.
     """
     about = _about(run_dir)
-    run_id = about.get("id") or uuid.uuid4().hex[:12]
+    own_id = saved["run"]["id"] if continued is not None and run_dir.resolve() in continued.parents else None
+    run_id = about.get("id") or own_id or uuid.uuid4().hex[:12]
     found = {path: read_manifest(path) for folder in _folders(run_dir, about) for path in _checkpoints_in(folder)}
     own = {path: told["global_step"] for path, told in found.items() if told.get("run") == run_id}
     return run_id, len(about.get("starts", [])), own

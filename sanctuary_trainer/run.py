@@ -293,7 +293,8 @@ class Run:
         """Show images in the tracker; see `VisionTask.log_image`. Rank 0's are shown; nothing in sanity validation."""
         if self.tracking is not None and self.stage != "sanity":
             full = self.full_name(name) + (f"_{self.variant}" if self.variant else "")
-            self.tracking.log_images(full, images, self.state.global_step)
+            # A validation may be left and done again: its images come at its end.
+            self.tracking.log_images(full, images, self.state.global_step, later=self.stage == "val")
 
     def keep_epoch(self, name: str) -> None:
         """Keep the value over the epoch, too, of a full name that the task logs per step alone: as `name_epoch`."""

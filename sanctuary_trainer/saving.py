@@ -42,6 +42,11 @@ def write_requested(run: Run) -> None:
         CheckpointError: one could not be written and the run ends here; on every rank.
     """
     requests, run.requests = run.requests, []
+    everywhere = run.devices.gather_objects([str(request.folder) for request in requests])
+    if any(asked != everywhere[0] for asked in everywhere):
+        raise CheckpointError(
+            f"The ranks ask for different checkpoints: {everywhere}. Call run.save_checkpoint on all ranks alike."
+        )
     folders = dict.fromkeys(request.folder for request in requests)
     groups = sorted(([r for r in requests if r.folder == folder] for folder in folders), key=_is_full)
     ranks: list[bytes] = []
@@ -63,6 +68,14 @@ def write_requested(run: Run) -> None:
             run.warn(f"{written.failure} The checkpoints before stay.")
     if lost:
         raise CheckpointError(f"The run's last checkpoint could not be written. {' '.join(lost)}")
+
+
+def drop_requests(run: Run) -> None:
+    """Write nothing of what was asked for, and say so to who asked."""
+    requests, run.requests = run.requests, []
+    for request in requests:
+        if request.done is not None:
+            request.done(None, "An error came before it was written.")
 
 
 class _Written(NamedTuple):
@@ -234,8 +247,12 @@ def _generators(device: torch.device) -> dict[str, Any]:
     }
 
 
-def settle_boundary(run: Run, error: BaseException) -> None:
-    """At an error, keep `run.at_boundary` only where all ranks are at one and can write a checkpoint together."""
-    if run.world_size > 1:
-        told = run.devices.told is error  # on every rank, or on none
-        run.at_boundary = told and run.devices.agree([float(run.at_boundary)])[0] == run.world_size
+def settle_boundary(run: Run, error: BaseException) -> bool:
+    """At an error, keep `run.at_boundary` only where all ranks are at one and can write a checkpoint together.
+
+    Returns:
+        Whether all ranks are here, with this error.
+    """
+    told = run.world_size == 1 or run.devices.told is error  # on every rank, or on none
+    run.at_boundary = told and run.devices.agree([float(run.at_boundary)])[0] == run.world_size
+    return told

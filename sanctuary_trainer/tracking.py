@@ -70,6 +70,7 @@ class Tracking:
         self._run_dir = run_dir
         self._last_step: int | None = None if reached is None else reached["last_step"]
         self.trackers: list[Any] = []
+        self._held: list[tuple[str, Any, int]] = []
 
     def open(self) -> None:
         """Open the files, cut to what they were at the checkpoint, and write the hyper-parameters.
@@ -111,8 +112,10 @@ class Tracking:
         for tracker in self.trackers:
             tracker.log({**values, "epoch": epoch}, step=step)
 
-    def log_images(self, name: str, images: Any, step: int) -> None:
+    def log_images(self, name: str, images: Any, step: int, later: bool = False) -> None:
         """Show images as one grid, the first 64 of them, in TensorBoard and in those other trackers that take images.
+
+        later: with `show_held`, for what may be left and done again.
 
         images: (N, C, H, W) or (C, H, W), C = 1 or 3, tensor or array; float in [0, 1] (clipped) or uint8.
 
@@ -122,12 +125,19 @@ class Tracking:
         self.open()
         if self._board is None and not self.trackers:
             return
-        grid = image_grid(name, images)  # (H, W, 3) uint8
-        if self._board is not None:
-            self._board.add_image(name, grid, step)
-        for tracker in self.trackers:
-            if hasattr(tracker, "log_images"):
-                tracker.log_images({name: [grid]}, step=step)
+        self._held.append((name, image_grid(name, images), step))  # (H, W, 3) uint8
+        if not later:
+            self.show_held()
+
+    def show_held(self) -> None:
+        """Show the images that were held."""
+        held, self._held = self._held, []
+        for name, grid, step in held:
+            if self._board is not None:
+                self._board.add_image(name, grid, step)
+            for tracker in self.trackers:
+                if hasattr(tracker, "log_images"):
+                    tracker.log_images({name: [grid]}, step=step)
 
     def reached(self) -> dict[str, Any]:
         """Bring what was written to the disk, and tell how far the files have come."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -300,8 +300,8 @@ class Trainer:
                 yield run
                 status = "success"
             except BaseException as error:
-                settle_boundary(run, error)
-                run.callbacks.on_exception(run, error)
+                with devices.together() if settle_boundary(run, error) else nullcontext():
+                    run.callbacks.on_exception(run, error)
                 if run.requests and run.at_boundary and not isinstance(error, KeyboardInterrupt):
                     write_requested(run)
                 raise
@@ -357,7 +357,9 @@ class Trainer:
         run.executor = Executor(run.task, run.devices)
         run.execute = run.executor.execute
         run.run_dir = run_dir
-        run.run_id, run.attempt, run.checkpoints = run.devices.on_main(lambda: look_at_run(run_dir))
+        run.run_id, run.attempt, run.checkpoints = run.devices.on_main(
+            lambda: look_at_run(run_dir, run.continued, run.saved)
+        )
         chosen = {key: value for key, value in settings.items() if key not in ("callbacks", "accelerator")}
         run.hparams = {**run.task.hparams, "trainer": {**chosen, "seed": run.seed, "ranks": run.world_size}}
         with run.devices.together():

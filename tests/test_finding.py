@@ -259,7 +259,7 @@ def test_a_fresh_start_abandons_all_before_it() -> None:
 
 
 def test_an_attempt_is_noted_and_what_is_there_is_told(tmp_path: Path) -> None:
-    run_id, attempt, there = look_at_run(tmp_path)
+    run_id, attempt, there = look_at_run(tmp_path, None, {})
     assert attempt == 0 and there == {}
     assert list(tmp_path.iterdir()) == []
     begin_attempt(tmp_path, run_id, 0)
@@ -272,7 +272,7 @@ def test_an_attempt_is_noted_and_what_is_there_is_told(tmp_path: Path) -> None:
         for owner in (run_id, OTHER):
             (folder / f".x.{owner}.partial").mkdir()
     (tmp_path / ".run.json.17.partial").touch()
-    again, attempt, there = look_at_run(tmp_path)
+    again, attempt, there = look_at_run(tmp_path, None, {})
     begin_attempt(tmp_path, again, 7)
     assert (again, attempt) == (run_id, 1)
     assert there == {folder / "mine": 3 for folder in (tmp_path / "checkpoints", tmp_path / "b", shared)}

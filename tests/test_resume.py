@@ -822,3 +822,48 @@ def test_what_an_epochs_first_hook_does_is_not_done_twice(run_folder: Path) -> N
         else:
             assert trainer.fit(task, data, resume="auto").global_step == 4
     assert seen == [(0, True), (1, True), (1, False)]
+
+
+def test_what_an_interrupted_validation_saved_gives_way_to_its_epoch(run_folder: Path) -> None:
+    """Weights that change after the validation; names that tell the epoch; and images, which are shown once."""
+    from .test_signals import Kill
+
+    class Halves(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0)
+            self.log_image("image", torch.zeros(1, 4, 4))
+
+        def on_train_epoch_end(self, run: Run) -> None:
+            with torch.no_grad():
+                self.w.div_(2)
+
+    def fit(name: str, *callbacks: Callback) -> Any:
+        task = Halves(0.1)
+        settings: dict[str, Any] = {"max_epochs": 2, "seed": 0, "log_with": "tensorboard"}
+        trainer = quiet_trainer(
+            project_dir=run_folder, run_name=name, callbacks=[Checkpoint(name="{epoch}-{step}"), *callbacks], **settings
+        )
+        return task, trainer.fit(task, loader(floats(range(8))), loader(floats(range(4)), 2), resume="auto")
+
+    with pytest.raises(SystemExit):
+        fit("a", Kill("val batch", 4))
+    (continued, result), (straight, other) = fit("a"), fit("b")
+    assert torch.equal(continued.w, straight.w)
+    assert [path.name for path in (run_folder / "a" / "checkpoints").iterdir()] == ["2-4"]
+    assert (result.best_checkpoint / "model.safetensors").read_bytes() == (
+        other.best_checkpoint / "model.safetensors"
+    ).read_bytes()
+    events = EventAccumulator(str(run_folder / "a"))
+    events.Reload()
+    assert [event.step for event in events.Images("val/image")] == [2, 2, 4, 4]
+
+
+def test_a_lost_run_json_does_not_lose_the_run(run_folder: Path) -> None:
+    with pytest.raises(Cut):
+        scripted(run_folder, [0.1] * 3, Checkpoint(), CutAt("on_train_batch_start", 2))
+    (run_folder / "r" / "run.json").write_text("{")
+    with pytest.raises(Cut):
+        scripted(run_folder, [0.1] * 3, Checkpoint(), CutAt("on_train_batch_start", 3))
+    assert [line["step"] for line in curves(run_folder / "r") if "train/loss" in line] == [1, 2, 3]
+    assert scripted(run_folder, [0.1] * 3, Checkpoint()).global_step == 6
+    assert [line["step"] for line in curves(run_folder / "r") if "train/loss" in line] == list(range(1, 7))

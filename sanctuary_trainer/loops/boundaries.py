@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sanctuary_trainer.errors import DataError
 from sanctuary_trainer.loops.evaluate import evaluate
-from sanctuary_trainer.saving import write_requested
+from sanctuary_trainer.saving import drop_requests, write_requested
 
 if TYPE_CHECKING:
     from sanctuary_trainer.executor import Window
@@ -132,10 +132,14 @@ def save_point(run: Run, together: bool) -> None:
         run.callbacks.on_save_point(run)
     except Exception as raised:  # noqa: BLE001 - the other ranks may be about to write a checkpoint
         error = raised
-    if together:
-        run.devices.raise_together(error)
-    elif error is not None:
-        raise error
+    try:
+        if together:
+            run.devices.raise_together(error)
+        elif error is not None:
+            raise error
+    except BaseException:
+        drop_requests(run)  # not every rank may have come to ask
+        raise
     if run.requests:
         write_requested(run)
     run.save_asked = False

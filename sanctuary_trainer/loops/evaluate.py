@@ -56,6 +56,8 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
         run.publish(metrics)
         with run.devices.together():
             run.callbacks.on_evaluation_end(run, stage, metrics)
+            if run.tracking is not None:
+                run.tracking.show_held()
         late = run.evaluated()
         run.publish(late)
         metrics.update(late)

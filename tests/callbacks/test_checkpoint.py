@@ -698,7 +698,7 @@ def test_the_best_are_those_that_sorting_all_values_finds(
     kept, seen = Kept(most, mode, newest_too), []
     for step, value in enumerate(values):
         new = Entry(Path(str(step)), step, value)
-        if value is not None and not kept.enters(value):
+        if value is not None and not kept.enters(value, step):
             continue
         if value is not None:
             seen.append(new)

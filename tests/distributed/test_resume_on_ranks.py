@@ -415,3 +415,50 @@ def fails_before_its_own_save(folder: str) -> Any:
 
 def test_an_error_before_ones_own_save_reaches_all_ranks(two_ranks: Ranks, run_folder: Path) -> None:
     assert all("something broke" in told for told in two_ranks(fails_before_its_own_save, str(run_folder)))
+
+
+def asks_differently(folder: str, at_end: bool) -> Any:
+    class Asks(Callback):
+        def on_save_point(self, run: Run) -> None:
+            if run.state.global_step == (10 if at_end else 2):
+                run.save_checkpoint(f"mine-{run.rank}")
+
+    trainer = quiet_trainer(max_epochs=1, project_dir=folder, run_name="r", callbacks=[Asks()], timeout=20)
+    try:
+        trainer.fit(Adam(), loader(classes(40), 2))
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_ranks_that_ask_for_different_checkpoints_are_told(two_ranks: Ranks, run_folder: Path, at_end: bool) -> None:
+    assert all("mine-1" in told for told in two_ranks(asks_differently, str(run_folder), at_end))
+
+
+def fails_twice(folder: str, rank: int) -> Any:
+    """An error in a validation, which is a boundary; then one rank's on_exception fails too."""
+
+    class Fails(Callback):
+        def on_evaluation_batch_end(self, run: Run, stage: str, batch: Any, outputs: Any, sample_indices: Any) -> None:
+            if run.state.global_step == 5:
+                raise ValueError("something broke")
+
+        def on_exception(self, run: Run, exception: BaseException) -> None:
+            if run.rank == rank:
+                raise KeyError("and again")
+
+    trainer = quiet_trainer(
+        max_epochs=1, project_dir=folder, run_name="r", callbacks=[Fails(), Checkpoint()], timeout=20
+    )
+    begun = time.monotonic()
+    try:
+        trainer.fit(Adam(), loader(classes(20), 2), loader(classes(8), 2))
+    except Exception as error:
+        return f"{error} {error.__context__}", time.monotonic() - begun
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_on_exception_of_one_rank_lets_nobody_wait(two_ranks: Ranks, run_folder: Path, rank: int) -> None:
+    for told, seconds in two_ranks(fails_twice, str(run_folder), rank):
+        assert "and again" in told and "something broke" in told
+        assert seconds < 15
