@@ -44,6 +44,8 @@ class Summary(Callback):
         if run.is_main and run.state.stop_reason is not None:
             steps, epochs = _many(run.state.global_step, "step"), _many(run.state.epoch, "epoch")
             files = "" if run.run_dir is None else f"\n  in {run.run_dir}"  # a path is never cut
+            if run.best_checkpoint is not None:
+                files += f"\n  checkpoint {run.best_checkpoint.name}"
             run.message(_table(f"Ended after {steps}, {epochs}: {run.state.stop_reason}", _result_rows(run)) + files)
 
 

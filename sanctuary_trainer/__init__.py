@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sanctuary_trainer.callback import Callback, register_callback
+    from sanctuary_trainer.checkpoint_folder import read_checkpoint
     from sanctuary_trainer.errors import (
         CallbackError,
         CheckpointError,
@@ -44,11 +45,13 @@ __all__ = [
     "Trainer",
     "VisionTask",
     "load_predictions",
+    "read_checkpoint",
     "register_callback",
 ]
 
 _ROOMS = {
     "callback": ("Callback", "register_callback"),
+    "checkpoint_folder": ("read_checkpoint",),
     "errors": (
         "CallbackError",
         "CheckpointError",

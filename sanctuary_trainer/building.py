@@ -345,7 +345,8 @@ def claim(folder: Path) -> Path:
         raise RunFolderError(f"The folder {folder} cannot be made: {error}") from error
     if holds:
         raise RunFolderError(
-            f"The folder {folder} is not empty: it holds another run's files. Give another name, or remove it."
+            f"The folder {folder} is not empty: it holds another run's files. Give another name, or remove it; "
+            'fit(..., resume="auto") goes on with the run in it.'
         )
     return folder
 

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from sanctuary_trainer.checkpointing import STATE, WEIGHTS, read_json, to_disk, write_file
+from sanctuary_trainer.checkpointing import FILE_MODE, STATE, WEIGHTS, read_json, read_state, to_disk, umask, write_file
 from sanctuary_trainer.errors import CheckpointError
 
 FORMAT: Final = 1
@@ -59,6 +59,8 @@ def write_checkpoint(folder: Path, owner: str, about: Mapping[str, Any], fill: C
         except SafetensorError as error:  # transformers lets it through
             raise OSError(str(error)) from error
         files = sorted(path for path in beside.rglob("*") if path.is_file())
+        for path in files:
+            os.chmod(path, FILE_MODE & ~umask())  # safetensors lets nobody else read what it writes
         with ThreadPoolExecutor(1) as disk:  # it waits while this thread computes
             written = disk.submit(_all_to_disk, files)
             listed = {path.relative_to(beside).as_posix(): _sealed(path) for path in files}
@@ -167,6 +169,21 @@ def _sealed(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
+
+
+def read_checkpoint(folder: str | Path, *names: str) -> dict[str, Any]:
+    """What a checkpoint holds besides the weights, compared with its manifest first.
+
+    Args:
+        folder: the checkpoint.
+        names: of entries of its `state.json` ("callbacks", "optimizer", "hparams", ...); all when none is given.
+
+    Raises:
+        CheckpointError: it is missing or broken.
+    """
+    folder = Path(folder)
+    check_whole(folder)
+    return read_state(folder, *names)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from sanctuary_trainer.errors import CheckpointError, DataError
 
 STATE: Final = "state.json"
 WEIGHTS: Final = "model.safetensors"
+FILE_MODE: Final = 0o666
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
@@ -199,7 +200,7 @@ def _beside(path: Path, sync: bool) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield beside
-        os.chmod(beside, 0o666 & ~_umask())  # safetensors lets nobody else read what it writes
+        os.chmod(beside, FILE_MODE & ~umask())  # safetensors lets nobody else read what it writes
         if sync:
             to_disk(beside)
         os.replace(beside, path)
@@ -207,7 +208,8 @@ def _beside(path: Path, sync: bool) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """What new files of this process do not allow."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -60,6 +60,15 @@ class Plan:
         total = per_epoch * self.max_epochs
         return total if limit is None else min(total, limit)
 
+    def steps_left(self, state: RunState) -> int | None:
+        """Steps from here to the end of the run; None when neither the loader nor `max_steps` can tell."""
+        per_epoch, limit = self.steps_per_epoch, self.max_steps
+        until_limit = None if limit is None else max(0, limit - state.global_step)
+        if per_epoch is None or self.max_epochs is None:
+            return until_limit
+        left = max(0, per_epoch * (self.max_epochs - state.epoch) - ceil(state.batch / self.accumulation))
+        return left if until_limit is None else min(left, until_limit)
+
     def rounds_left(self, state: RunState, continues: bool) -> int | None:
         """How many more rounds the running epoch may draw.
 

@@ -145,6 +145,7 @@ def restore_run(run: Run, changed: list[str]) -> None:
     run.reached = parts[mine[0] if former == run.world_size else 0]["reached"]
     _place_in_epoch(run)
     run.generators = parts[run.rank]["generators"] if former == run.world_size else None
+    _check_schedulers(run)
     _restore_callbacks(run)
     _tell(run, changed)
 
@@ -173,6 +174,20 @@ def restore_generators(run: Run) -> None:
     if saved["device"] is not None and run.device.type != "cpu":
         torch.get_device_module(run.device).set_rng_state(saved["device"])
     run.generators = None
+
+
+def _check_schedulers(run: Run) -> None:
+    """One that was made for a number of steps (OneCycleLR) fails after them: better before the run than then."""
+    assert run.optimization is not None
+    left = run.plan.steps_left(run.state)
+    for schedule in run.optimization.schedules:
+        most, made = getattr(schedule.scheduler, "total_steps", None), getattr(schedule.scheduler, "last_epoch", 0)
+        wanted = made + (left or 0) // schedule.frequency
+        if isinstance(most, int) and schedule.interval == "step" and wanted > most:
+            raise CheckpointError(
+                f"{type(schedule.scheduler).__name__} was made for {most} steps, and the run would come to {wanted}. "
+                "Keep limits, ranks and batch size as they were, or begin a new run from the weights: task.load_weights."
+            )
 
 
 def _restore_callbacks(run: Run) -> None:

@@ -212,6 +212,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "accelerate": version("accelerate"),
         "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),  # by which sums on a CPU are split
     }
 
 

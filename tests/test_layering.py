@@ -61,7 +61,7 @@ ROOMS = {
     "telling": 120,
     "run": 200,
     "saving": 180,
-    "resuming": 170,
+    "resuming": 180,
     "loops": 150,
     "building": 250,
     "trainer": 300,

@@ -867,3 +867,25 @@ def test_a_lost_run_json_does_not_lose_the_run(run_folder: Path) -> None:
     assert [line["step"] for line in curves(run_folder / "r") if "train/loss" in line] == [1, 2, 3]
     assert scripted(run_folder, [0.1] * 3, Checkpoint()).global_step == 6
     assert [line["step"] for line in curves(run_folder / "r") if "train/loss" in line] == list(range(1, 7))
+
+
+def test_a_schedule_that_cannot_go_on_so_long_is_refused(run_folder: Path) -> None:
+    class OneCycle(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.run.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def fit(epochs: int, size: int = 4) -> FitResult:
+        trainer = quiet_trainer(max_epochs=epochs, project_dir=run_folder, run_name="r", callbacks=["checkpoint"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return trainer.fit(OneCycle(), loader(floats(range(16)), size), resume="auto")
+
+    assert fit(2).global_step == 8
+    with pytest.raises(CheckpointError, match="OneCycleLR was made for 8 steps, and the run would come to 12"):
+        fit(3)
+    with pytest.raises(CheckpointError, match="would come to 10"):
+        fit(3, 8)
+    assert fit(2).global_step == 8

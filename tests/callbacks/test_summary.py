@@ -29,14 +29,14 @@ def new_run(task: nn.Module, **attributes: Any) -> Any:
         "is_main": True,
         "world_size": 1,
         "device": torch.device("cpu"),
-        "devices": types.SimpleNamespace(mixed_precision="no"),
+        "devices": types.SimpleNamespace(best_checkpoint=None, mixed_precision="no"),
         "state": RunState(),
         "metrics": {},
         "run_dir": None,
         "message": told.append,
         "told": told,
     }
-    return types.SimpleNamespace(**{**given, **attributes})
+    return types.SimpleNamespace(best_checkpoint=None, **{**given, **attributes})
 
 
 def start(task: nn.Module, **attributes: Any) -> str:
@@ -67,7 +67,7 @@ def test_the_task_is_shown_by_its_modules() -> None:
 
 
 def test_device_precision_and_ranks_are_named() -> None:
-    devices = types.SimpleNamespace(mixed_precision="bf16")
+    devices = types.SimpleNamespace(best_checkpoint=None, mixed_precision="bf16")
     text = start(Task(), device=torch.device("cuda", 1), devices=devices, world_size=8)
     assert text.splitlines()[0] == "Task on cuda:1, bf16, 8 ranks"
 
