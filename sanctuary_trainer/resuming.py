@@ -186,7 +186,7 @@ def _check_schedulers(run: Run) -> None:
         if isinstance(most, int) and schedule.interval == "step" and wanted > most:
             raise CheckpointError(
                 f"{type(schedule.scheduler).__name__} was made for {most} steps, and the run would come to {wanted}. "
-                "Keep limits, ranks and batch size as they were, or begin a new run from the weights: task.load_weights."
+                "Keep limits, ranks and batch size as they were, or begin anew from the weights: task.load_weights."
             )
 
 
