@@ -29,7 +29,7 @@ def test_a_run_that_is_killed_at_random_times_ends_as_an_undisturbed_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(200)
 def test_torchrun_restarts_a_run_whose_rank_killed_itself(two_ranks: Ranks, tmp_path: Path) -> None:
     """The others are ended by the launcher then, and all start again."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
@@ -48,7 +48,7 @@ def test_torchrun_restarts_a_run_whose_rank_killed_itself(two_ranks: Ranks, tmp_
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (killed / "notes" / "died").exists()
