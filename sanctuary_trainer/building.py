@@ -19,7 +19,7 @@ from sanctuary_trainer.data import RankLoader
 from sanctuary_trainer.devices import launcher_compile
 from sanctuary_trainer.errors import DataError, NotSupportedError, RunFolderError, SettingsError, TaskError
 from sanctuary_trainer.feed import limited
-from sanctuary_trainer.finding import RUN, newest_run
+from sanctuary_trainer.finding import RUN, found_run, newest_run
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.settings import limit_rounds
@@ -309,11 +309,11 @@ def make_run_dir(run: Run, continued: Path | None, resumes: bool) -> Path:
         return run.devices.on_main(lambda: Path(tempfile.mkdtemp(prefix="fast_dev_run_")))
     if run_name is None:
         name = type(run.task).__name__.lower()
-        return run.devices.on_main(lambda: continued or _numbered(project_dir, name))
+        return run.devices.on_main(lambda: continued or found_run(_numbered(project_dir, name)))
     folder = project_dir / run_name
-    if resumes and (run.continued is None or (continued is not None and continued.resolve() == folder.resolve())):
-        return run.devices.on_main(lambda: folder if (folder / RUN).exists() else claim(folder))
-    return run.devices.on_main(lambda: claim(folder))
+    goes_on = run.continued is None or (continued is not None and continued.resolve() == folder.resolve())
+    may_hold = resumes and goes_on
+    return run.devices.on_main(lambda: folder if may_hold and (folder / RUN).exists() else found_run(claim(folder)))
 
 
 def _numbered(project_dir: Path, name: str) -> Path:
@@ -340,7 +340,7 @@ def claim(folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        holds = any(folder.iterdir())
+        holds = any(not path.match(f".{RUN}.*.partial") for path in folder.iterdir())  # of a start that was killed
     except OSError as error:
         raise RunFolderError(f"The folder {folder} cannot be made: {error}") from error
     if holds:

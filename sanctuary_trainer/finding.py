@@ -72,6 +72,14 @@ def runs_of(project_dir: Path, task: str) -> list[Path]:
     return [path for path in project_dir.glob(f"{task}-*") if path.name.removeprefix(f"{task}-").isdigit()]
 
 
+def found_run(run_dir: Path) -> Path:
+    """Make a folder that of a run, first of all: whatever is left in it is then known for the run's; returns it."""
+    write_file(
+        run_dir / RUN, json.dumps({"id": uuid.uuid4().hex[:12], "starts": [], "folders": [CHECKPOINTS]}).encode()
+    )
+    return run_dir
+
+
 def look_at_run(run_dir: Path, continued: Path | None, saved: Mapping[str, Any]) -> tuple[str, int, dict[Path, int]]:
     """What is known of the run in a folder before an attempt begins.
 

@@ -27,7 +27,7 @@ from sanctuary_trainer.data import Start
 from sanctuary_trainer.errors import CheckpointError, DataError
 from sanctuary_trainer.finding import Chosen, choose
 from sanctuary_trainer.hparams import flatten_hparams
-from sanctuary_trainer.saving import data_facts, versions
+from sanctuary_trainer.saving import data_facts, point_last, versions
 from sanctuary_trainer.seeding import mix
 from sanctuary_trainer.weights import load_weights, plain_names
 
@@ -156,6 +156,9 @@ def begin_attempt(run: Run) -> None:
     with run.devices.together():
         if run.is_main:
             finding.begin_attempt(run.run_dir, run.run_id, run.state.global_step)
+            own = {path.resolve() for path in run.checkpoints}
+            if run.continued is not None and run.continued in own and run.saved["rest"]["is_last"]:
+                point_last(run, run.continued)  # the run may have been cut off before it did
         run.tracking.open()
 
 

@@ -103,6 +103,8 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
             request.folder, request.begun = folder, True
         note_folder(run.run_dir, folder.parent)
         state = _state(run, full)
+        if full:
+            state["rest"]["is_last"] = any(request.last for request in group)
         about = {"kind": "full" if full else "weights", "run": run.run_id, "attempt": run.attempt, "order": order}
         place = {name: state["progress"][name] for name in ("global_step", "epoch", "batch")}
 
@@ -118,13 +120,19 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
         write_checkpoint(folder, run.run_id, about | place, fill)
     except OSError as error:
         return _Written(None, f"The checkpoint {group[0].folder} could not be written: {error}.", is_lost=True)
-    link = free_name(folder.with_name("last"), run.run_id)
     try:
-        if any(request.last for request in group) and link != folder:
-            write_link(link, folder, run.run_id)
+        if any(request.last for request in group):
+            point_last(run, folder)
     except OSError as error:
-        return _Written(folder, f"The link {link} to {folder} could not be made: {error}.")
+        return _Written(folder, f"The link {folder.with_name('last')} to {folder} could not be made: {error}.")
     return _Written(folder)
+
+
+def point_last(run: Run, folder: Path) -> None:
+    """Let `last` beside a checkpoint point to it."""
+    link = free_name(folder.with_name("last"), run.run_id)
+    if link != folder:
+        write_link(link, folder, run.run_id)
 
 
 def _is_finite(task: torch.nn.Module) -> bool:

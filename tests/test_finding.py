@@ -312,3 +312,24 @@ def test_a_former_checkpoint_is_found_again_before_the_run_looks_for_one() -> No
         step(4).rename(hidden_name)
         assert choose(resume, Path("runs"), "line-1", "line").folder == step(4).resolve(), resume
         assert hidden(CHECKPOINTS) == []
+
+
+def test_a_start_that_was_killed_at_once_is_no_other_run() -> None:
+    folder = Path("runs/run")
+    folder.mkdir(parents=True)
+    (folder / ".run.json.17.partial").touch()
+    assert seen(2, "auto", run_name="run") == (2, [])
+    for path in [*folder.iterdir()]:  # killed when its first file was there
+        if path.name != "run.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (folder / "checkpoints").mkdir()
+    assert seen(2, "auto", run_name="run") == (2, [])
+
+
+def test_a_link_that_was_cut_off_is_made_when_the_run_goes_on() -> None:
+    fit(2, None, callbacks=[Checkpoint(save_last=True)])
+    link = CHECKPOINTS / "last"
+    link.unlink()
+    link.symlink_to("step_00000001")  # of one that is gone
+    fit(2, "auto", callbacks=[Checkpoint(save_last=True)])
+    assert link.resolve() == step(2).resolve()
