@@ -36,7 +36,8 @@ import atexit, os
 
 def report():
     names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-    print("threads of gloo:", sum("gloo" in name for name in names))
+    # In one piece: both ranks write to one pipe, unbuffered.
+    os.write(1, f"threads of gloo: {sum('gloo' in name for name in names)}\\n".encode())
 
 
 atexit.register(report)  # before the trainer's, so it runs after that
