@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sanctuary_trainer import Run, Trainer, VisionTask
 from sanctuary_trainer import trainer as building
 from sanctuary_trainer.loops import fit as fitting
-from sanctuary_trainer.resuming import write_requested
+from sanctuary_trainer.saving import write_requested
 
 WARM = 1  # rounds at the start that are not counted
 STEPS = 2  # before the checkpoints: AdamW has its state then

@@ -334,3 +334,15 @@ def test_hooks_are_those_in_the_docs() -> None:
     for name, parameters in rows.items():
         signature = inspect.signature(getattr(sanctuary_trainer.Callback, name))
         assert parameters.split(", ") == list(signature.parameters)[1:]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_what_stands_beside_the_package_imports_what_is_there(folder: str) -> None:
+    """Nothing runs the benchmarks in the tests."""
+    missing = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+                module = importlib.import_module(node.module or "")
+                missing += [f"{path.name}: {alias.name}" for alias in node.names if not hasattr(module, alias.name)]
+    assert missing == []
