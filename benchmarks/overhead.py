@@ -266,7 +266,9 @@ def defaults_row(rounds: int, batches: int = 200) -> Pairs:
 
         try:
             task = Task(mlp(), batches, plain_epoch)
-            return fit(task, loader, rounds, log_with="tensorboard", default_callbacks=True)
+            # Without the default checkpoint, which the plain loop does not write: benchmarks/checkpoint.py measures it.
+            shows = ["progress_bar", "summary"]
+            return fit(task, loader, rounds, log_with="tensorboard", default_callbacks=False, callbacks=shows)
         finally:
             writer.close()
             sys.stderr = former
