@@ -9,6 +9,7 @@
       CheckpointError    (RuntimeError)         a checkpoint is missing, broken, or of another task
       RankError          (RuntimeError)         another rank failed; its own text is in the message
       NotSupportedError  (NotImplementedError)  a combination that this version refuses
+      OutOfMemoryError   (RuntimeError)         one sample, or the optimizer's step, does not fit into memory
 
 Every message says what happened with the value that was met, what was expected, and what to do.
 """
@@ -48,3 +49,7 @@ class RankError(SanctuaryError, RuntimeError):
 
 class NotSupportedError(SanctuaryError, NotImplementedError):
     """A combination that this version refuses."""
+
+
+class OutOfMemoryError(SanctuaryError, RuntimeError):
+    """One sample, or the optimizer's step, does not fit into memory."""
