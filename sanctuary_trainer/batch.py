@@ -1,4 +1,4 @@
-"""The algebra of batches of any nesting: how many samples, in pieces, on a device, one by one.
+"""The algebra of batches of any nesting: how many samples, in pieces and whole again, on a device, one by one.
 
 A batch is a tree. Its inner nodes are mappings, tuples, named tuples, lists and dataclasses; its leaves are tensors,
 arrays and anything else. A list (or plain tuple) is read in one of two ways:
@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sanctuary_trainer.errors import DataError
 
-__all__ = ["batch_size", "map_tensors", "move", "split", "to_samples"]
+__all__ = ["batch_size", "join", "map_tensors", "move", "split", "to_samples"]
 
 _IMAGE_CHANNELS = (1, 3, 4)
 
@@ -88,6 +88,130 @@ def _split(node: Any, sizes: list[int], total: int) -> list[Any]:
         return [node] * len(sizes)
     pieces = [_split(field, sizes, total) for field in fields]
     return [_rebuild(node, [piece[i] for piece in pieces]) for i in range(len(sizes))]
+
+
+def join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Make what a step returned for consecutive pieces of a batch what it would have returned for the whole.
+
+    What is batched is concatenated: tensors and arrays (size, ...), and lists and tuples of one element per sample. A
+    mean over the samples (0-d floating tensors, floats) becomes the mean over all. Other leaves must be equal in all
+    pieces. One piece is returned as it is, the same object.
+
+    A list with as many elements as its piece has samples is fields only where it holds no samples (see the head) and
+    every element has that many samples; a list of one element, from a piece of one sample, holds that sample. A tuple
+    like that holds samples only where it cannot be fields.
+
+    Args:
+        pieces: what the step returned for each piece, all of one structure.
+        sizes: samples of each piece.
+
+    Raises:
+        DataError: the pieces differ in what is neither batched nor a mean, or in more than their first dimension.
+    """
+    return pieces[0] if len(pieces) == 1 else _join(list(pieces), list(sizes))
+
+
+def _join(nodes: list[Any], sizes: list[int]) -> Any:
+    first = nodes[0]
+    for node in nodes:
+        if isinstance(node, PackedSequence) or (isinstance(node, torch.Tensor) and node.is_nested):
+            raise _not_joined("sequences of several lengths in one", [type(node).__name__])
+    if _are_batched(nodes, sizes):
+        if len({node.shape[1:] for node in nodes}) > 1:
+            raise _not_joined("tensors of several shapes", nodes)
+        return torch.cat(nodes) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
+    if all(_is_number(node) for node in nodes) and any(_is_mean(node) for node in nodes):
+        return first if all(node is first for node in nodes) else _mean(nodes, sizes)
+    fields = _fields(first)
+    if fields is None:
+        if all(_equal(node, first) for node in nodes):
+            return first
+        raise _not_joined("values", nodes)
+    if any(type(node) is not type(first) for node in nodes):
+        raise _not_joined("several types", [type(node) for node in nodes])
+    if _hold_samples_of(nodes, sizes):
+        return _rebuild(first, [element for node in nodes for element in node])
+    if isinstance(first, Mapping):
+        if any(node.keys() != first.keys() for node in nodes):
+            raise _not_joined("several sets of keys", [list(node) for node in nodes])
+        columns: list[list[Any]] = [[node[key] for node in nodes] for key in first]
+    else:
+        rows = [_fields(node) or [] for node in nodes]
+        if len({len(row) for row in rows}) > 1:
+            raise _not_joined("several lengths", nodes)
+        columns = [list(column) for column in zip(*rows, strict=True)]
+    return _rebuild(first, [_join(column, sizes) for column in columns])
+
+
+def _are_batched(nodes: list[Any], sizes: list[int]) -> bool:
+    if not any(all(isinstance(node, kind) for node in nodes) for kind in (torch.Tensor, np.ndarray)):
+        return False
+    return all(node.ndim and node.shape[0] == size for node, size in zip(nodes, sizes, strict=True))
+
+
+def _hold_samples_of(nodes: list[Any], sizes: list[int]) -> bool:
+    """Say whether lists or plain tuples, one of each piece, have one element per sample (the rule of `join`)."""
+    if not isinstance(nodes[0], list | tuple) or hasattr(nodes[0], "_fields"):
+        return False
+    if any(len(node) != size for node, size in zip(nodes, sizes, strict=True)):
+        return False
+    if len(set(sizes)) > 1:
+        return True  # fields are as many in every piece
+    of_elements = {batch_size(element) for node in nodes for element in node}
+    could_be_fields = of_elements - {None} == {sizes[0]}
+    hold_samples = all(_holds_samples(node) for node in nodes)
+    if isinstance(nodes[0], list):
+        return hold_samples or not could_be_fields or sizes[0] == 1
+    return hold_samples and not could_be_fields and not any(_is_number(element) for node in nodes for element in node)
+
+
+def _is_number(node: Any) -> bool:
+    """Say whether this is one number, plain or 0-d."""
+    if isinstance(node, torch.Tensor | np.ndarray):
+        return node.ndim == 0
+    return isinstance(node, float | int | np.number | np.bool_)
+
+
+def _is_mean(number: Any) -> bool:
+    if isinstance(number, torch.Tensor):
+        return number.is_floating_point()
+    return isinstance(number, float) or np.issubdtype(np.asarray(number).dtype, np.floating)
+
+
+def _mean(numbers: list[Any], sizes: list[int]) -> Any:
+    """The mean weighted by sizes, in the numbers' own kind."""
+    wide = [
+        # In 16 bits the sum would lose digits, and soon be infinite.
+        number.float() if isinstance(number, torch.Tensor) and number.dtype.itemsize < 4 else number
+        for number in numbers
+    ]
+    mean: Any = sum(number * size for number, size in zip(wide, sizes, strict=True)) / sum(sizes)
+    return mean.to(numbers[0].dtype) if isinstance(numbers[0], torch.Tensor) else mean
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray | np.generic):
+        return np.array_equal(one, other)
+    return (one == other) is True  # of two data frames it is a data frame
+
+
+def _shown(node: Any) -> str:
+    if isinstance(node, torch.Tensor | np.ndarray) and node.ndim:
+        return f"{type(node).__name__} of shape {tuple(node.shape)}"
+    return repr(node)[:60]
+
+
+def _not_joined(what: str, nodes: Iterable[Any]) -> DataError:
+    met = ", ".join(dict.fromkeys(map(_shown, nodes)))
+    return DataError(
+        f"The pieces of a batch returned {what} that cannot be joined to one: {met}. Expected of each piece one item "
+        "per sample (a tensor of shape (samples, ...) or a list), a mean over its samples as a floating number, or the "
+        "same in all pieces. Return one item per sample."
+    )
 
 
 def move(batch: Any, device: torch.device | str, non_blocking: bool = False, channels_last: bool = False) -> Any:

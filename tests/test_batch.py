@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
-from sanctuary_trainer.batch import batch_size, move, split, to_samples
+from sanctuary_trainer.batch import batch_size, join, move, split, to_samples
 from sanctuary_trainer.errors import DataError
 
 Pair = namedtuple("Pair", "images labels")
@@ -164,6 +164,156 @@ def test_a_split_that_does_not_add_up_is_refused() -> None:
 def test_a_packed_sequence_is_not_split_wrongly() -> None:
     with pytest.raises(DataError, match="PackedSequence cannot be split"):
         split(pack_sequence([torch.zeros(4), torch.zeros(2)]), [1, 1])
+
+
+# --- join ---
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, nesting, dtype and value."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict | UserDict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    return bool(one == other)
+
+
+def nestings(n: int) -> st.SearchStrategy[Any]:
+    """Batches of n samples of any nesting, whose pieces still tell fields from samples."""
+    batched = st.sampled_from(
+        [
+            torch.arange(n * 5.0).reshape(n, 5),
+            torch.arange(n),
+            torch.zeros(n, 2, 3, 0),
+            np.arange(n * 2).reshape(n, 2),
+            [{"i": i, "boxes": torch.full((i, 4), 1.0)} for i in range(n)],
+            [f"{i}.png" for i in range(n)],
+            tuple(f"{i}.png" for i in range(n)),
+            [torch.full((i, 4), float(i)) for i in range(n)],
+            [(torch.zeros(3, 4), i) for i in range(n)],
+        ]
+    )
+    shared = st.sampled_from(
+        [None, "note", 3, 0.1, True, torch.tensor(0.1), torch.tensor(7), torch.zeros(n + 3, 2), {}]
+    )
+    first = torch.arange(n * 2.0).reshape(n, 2)  # the container's other fields are then fields too
+
+    def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from("abc"), children, max_size=3),
+            st.lists(children, min_size=1, max_size=3).map(lambda fields: [first, *fields]),
+            st.lists(children, max_size=3).map(lambda fields: (first, *fields)),
+            st.builds(Pair, children, children),
+            st.builds(Frozen, children, children),
+            st.builds(Record, st.dictionaries(st.sampled_from("abc"), children, max_size=2), st.just("camera")),
+        )
+
+    tree = st.recursive(batched | shared, containers, max_leaves=8)
+    return tree.map(lambda rest: {"first": first, "rest": rest})
+
+
+@given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_joining_undoes_splitting(data: st.DataObject, sizes: list[int]) -> None:
+    batch = data.draw(nestings(sum(sizes)))
+    assert same(join(split(batch, sizes), sizes), batch)
+
+
+def test_one_piece_is_itself() -> None:
+    outputs = {"packed": pack_sequence([torch.zeros(2)]), "count": 3}
+    assert join([outputs], [4]) is outputs
+
+
+def test_the_mean_of_pieces_is_weighted_by_their_samples() -> None:
+    values = torch.arange(7, dtype=torch.float64) ** 2
+    pieces = [values[:3], values[3:6], values[6:]]
+    joined = join([{"loss": piece.mean(), "plain": piece.mean().item()} for piece in pieces], [3, 3, 1])
+    assert joined["loss"].dtype == torch.float64
+    assert joined["loss"].item() == pytest.approx(values.mean().item(), abs=1e-12)
+    assert joined["plain"] == pytest.approx(values.mean().item(), abs=1e-12)
+    assert join([0, 0.5], [1, 1]) == 0.25
+    half = join(
+        [torch.tensor(60000.0, dtype=torch.float16)] + [torch.tensor(30000.0, dtype=torch.float16)] * 2, [4, 4, 4]
+    )
+    assert half.dtype == torch.float16 and half.item() == 40000
+
+
+def test_pieces_of_one_sample() -> None:
+    joined = join([(torch.full((1, 2), float(i)), torch.tensor(float(i)), f"{i}"[:0]) for i in range(3)], [1] * 3)
+    assert joined[0].tolist() == [[0, 0], [1, 1], [2, 2]] and joined[1].item() == 1 and joined[2] == ""
+    boxes_of_each = [[torch.full((1, 4), float(i))] for i in range(3)]
+    assert [box.shape for box in join(boxes_of_each, [1] * 3)] == [(1, 4)] * 3
+    assert join([[{"n": 1}], [{"n": 2}]], [1, 1]) == [{"n": 1}, {"n": 2}]
+    assert join([["a"], ["b"]], [1, 1]) == ["a", "b"]
+    assert join([("a",), ("b",)], [1, 1]) == ("a", "b")
+    assert join([(torch.zeros(1, 3, 5),)] * 2, [1, 1])[0].shape == (2, 3, 5)
+
+
+def test_as_many_fields_as_samples_stay_fields() -> None:
+    """Pieces of two samples that give two things each."""
+    logits, features = torch.zeros(2, 10), torch.zeros(2, 5)
+    for make in (list, tuple):
+        joined = join([make([logits, features])] * 2, [2, 2])
+        assert type(joined) is make and [field.shape for field in joined] == [(4, 10), (4, 5)]
+    losses = join([(torch.tensor(1.0), torch.tensor(2.0)), (torch.tensor(3.0), torch.tensor(4.0))], [2, 2])
+    assert [loss.item() for loss in losses] == [2, 3]
+    samples = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(2, 4)}]
+    assert len(join([samples, samples], [2, 2])) == 4
+    masks = [torch.zeros(8, 8), torch.zeros(8, 8)]
+    assert len(join([masks, masks], [2, 2])) == 4
+
+
+def test_a_model_output_is_joined_field_by_field() -> None:
+    pytest.importorskip("transformers")
+    from transformers.modeling_outputs import ImageClassifierOutput
+
+    pieces = [
+        ImageClassifierOutput(
+            loss=torch.tensor(float(n)),
+            logits=torch.zeros(n, 3),
+            hidden_states=(torch.ones(n, 5, 2), torch.ones(n, 5, 2)),
+        )
+        for n in (2, 1)
+    ]
+    joined = join(pieces, [2, 1])
+    assert type(joined) is ImageClassifierOutput and joined.loss.item() == pytest.approx(5 / 3)
+    assert joined.logits.shape == (3, 3) and [state.shape for state in joined.hidden_states] == [(3, 5, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [
+        ([3, 4], "values that cannot be joined to one: 3, 4"),
+        ([torch.tensor(3), torch.tensor(4)], r"values .*: tensor\(3\), tensor\(4\)"),
+        ([True, False], "values .*: True, False"),
+        (["a", "b"], "values .*: 'a', 'b'"),
+        ([None, torch.zeros(1)], r"values .*: None, Tensor of shape \(1,\)"),
+        (
+            [torch.zeros(2, 5), torch.zeros(1, 7)],
+            r"several shapes .*: Tensor of shape \(2, 5\), Tensor of shape \(1, 7\)",
+        ),
+        ([torch.zeros(9), torch.zeros(8)], r"values .*: Tensor of shape \(9,\), Tensor of shape \(8,\)"),
+        ([{"a": 1}, {"b": 1}], r"several sets of keys .*: \['a'\], \['b'\]"),
+        ([{"a": 1}, [1, 1]], "several types"),
+        ([[1, 2, 3], [1, 2, 3, 4]], r"several lengths .*: \[1, 2, 3\], \[1, 2, 3, 4\]"),
+        ([pack_sequence([torch.zeros(4)])] * 2, "sequences of several lengths in one .*PackedSequence"),
+        (
+            [torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)] * 2,
+            "sequences of several lengths in one",
+        ),
+    ],
+    ids=range(12),
+)
+def test_what_cannot_be_joined_is_refused(pieces: list[Any], told: str) -> None:
+    with pytest.raises(DataError, match=f"{told}.*Return one item per sample"):
+        join(pieces, [2, 1])
 
 
 # --- move ---
