@@ -3,6 +3,9 @@
     Checkpoint ("checkpoint")       what a run needs to go on: the best or the latest are kept
     EMA ("ema")                     a moving average of the weights, validated beside them
     EarlyStopping(monitor, mode)    ends a fit whose metric no longer improves
+    OOMFallback ("oom_fallback")    goes on in pieces where a batch does not fit into memory
+    GradientCheckpointing ("gradient_checkpointing")
+                                    less memory, more time: activations are computed again in the backward pass
     ProgressBar ("progress_bar")    how far the run is: a bar in a terminal, a few lines in a log file
     Summary ("summary")             the task at the start of a fit, its results at the end
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from sanctuary_trainer.callbacks.checkpoint import Checkpoint
     from sanctuary_trainer.callbacks.early_stopping import EarlyStopping
     from sanctuary_trainer.callbacks.ema import EMA
+    from sanctuary_trainer.callbacks.gradient_checkpointing import GradientCheckpointing
+    from sanctuary_trainer.callbacks.oom_fallback import OOMFallback
     from sanctuary_trainer.callbacks.progress_bar import ProgressBar
     from sanctuary_trainer.callbacks.summary import Summary
 
@@ -27,12 +32,14 @@ if __name__ != "sanctuary_trainer.callbacks":
         f"Import sanctuary_trainer.callbacks instead of {__name__}: it is the same folder.", name=__name__
     )
 
-__all__ = ["Checkpoint", "EMA", "EarlyStopping", "ProgressBar", "Summary"]  # noqa: RUF022 - as sorted() has them
+__all__ = ["Checkpoint", "EMA", "EarlyStopping", "GradientCheckpointing", "OOMFallback", "ProgressBar", "Summary"]  # noqa: RUF022 - as sorted() has them
 
 _MODULE_OF = {
     "Checkpoint": "checkpoint",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
+    "GradientCheckpointing": "gradient_checkpointing",
+    "OOMFallback": "oom_fallback",
     "ProgressBar": "progress_bar",
     "Summary": "summary",
 }

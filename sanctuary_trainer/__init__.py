@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from sanctuary_trainer.loops.predict import load_predictions
+    from sanctuary_trainer.recovery import OOMEvent, OOMFailure
     from sanctuary_trainer.run import Run
     from sanctuary_trainer.state import RunState
     from sanctuary_trainer.task import VisionTask
@@ -36,6 +37,8 @@ __all__ = [
     "DataError",
     "FitResult",
     "NotSupportedError",
+    "OOMEvent",
+    "OOMFailure",
     "OutOfMemoryError",
     "RankError",
     "Run",
@@ -67,6 +70,7 @@ _ROOMS = {
         "TaskError",
     ),
     "loops.predict": ("load_predictions",),
+    "recovery": ("OOMEvent", "OOMFailure"),
     "run": ("Run",),
     "state": ("RunState",),
     "task": ("VisionTask",),

@@ -129,7 +129,8 @@ class Devices:
                 "and a rank that has nothing to give could not join. Leave it out."
             )
         # A hook that sends gradients in 16 bits cannot carry counts beside them: 2048 is the most that fp16 counts to.
-        self.compresses = handler is not None and handler.comm_hook.value != "no"
+        self.comm_hook: str = "no" if handler is None else handler.comm_hook.value
+        self.compresses = self.comm_hook != "no"
         kind = accelerator.distributed_type.value
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"):
             raise NotSupportedError(f"accelerate runs as {kind}, which this version does not support; use DDP.")

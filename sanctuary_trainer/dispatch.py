@@ -5,19 +5,21 @@
       scaled loss = loss x weight / share     zeros for every parameter where a rank has no loss to give
       ride x [weight, counts, flags]          whose gradient arrives summed over the ranks, in DDP's own buckets
 
+A rank that has nothing to give (its stream ended, its batches were left out) still owes DDP one gradient for each
+parameter, else its peers wait for ever: `zero_loss` gives them, without running the model and without a collective.
+
 It is a wrapper of its own so that DDP's hooks fire for any step; users never see it, and keys never carry its prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from sanctuary_trainer.errors import TaskError
-from sanctuary_trainer.recovery import zero_loss
 
 # What rides: the weight, samples and batches of this rank in the window, and how many ranks say each of these.
 RIDE = ("weight", "samples", "batches", "more", "stop", "failed", "save")
@@ -38,6 +40,7 @@ class Dispatch(nn.Module):
         self.trainable = trainable
         self.in_order: list[nn.Parameter] | None = None  # in which order they get gradients of zeros, if it matters
         self.joins = joins
+        self.before_step: Callable[[], None] | None = None  # called when DDP has sent what it sends before a forward
         if rides:
             # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
             kind = torch.float64 if trainable[0].dtype == torch.float64 else torch.float32
@@ -64,6 +67,8 @@ class Dispatch(nn.Module):
             scaled loss, the ride's term, the loss as the user returned it (detached), its weight. Without a step, or
             when the batch is left out, the user's loss is None and the weight is 0.
         """
+        if self.before_step is not None and step is not None:
+            self.before_step()
         loss, weight = (None, 0.0) if step is None else read_output(step(), size)
         scaled: torch.Tensor | None = None
         if loss is not None:
@@ -77,6 +82,33 @@ class Dispatch(nn.Module):
         # Made on the host and copied without waiting: torch.tensor(..., device=...) would wait for the device.
         told = torch.tensor([weight, *carried[1:]], dtype=self.ride.dtype).to(self.ride.device, non_blocking=True)
         return scaled, self.ride.dot(told), detached, weight
+
+
+class _Zeros(torch.autograd.Function):
+    """A scalar 0 whose backward gives every parameter a gradient of zeros (also one that holds NaN)."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def zero_loss(parameters: Sequence[torch.Tensor], in_order: bool = False) -> torch.Tensor:
+    """A scalar loss of 0 with a gradient of zeros for each of the `parameters` (at least one).
+
+    in_order: let them get it one after the other, as they stand.
+    """
+    if not in_order:
+        loss: torch.Tensor = _Zeros.apply(*parameters)
+        return loss
+    # Of what is ready, autograd takes what was made last.
+    return sum(
+        (zero_loss([parameter]) for parameter in reversed(parameters)), torch.zeros((), device=parameters[0].device)
+    )
 
 
 def read_output(output: Any, size: float) -> tuple[torch.Tensor | None, float]:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,22 +74,25 @@ class Executor:
         self.task = task
         self.devices = devices
         self._several = devices.world_size > 1
-        self._expected = self._share = 1.0
+        self._expected = self.share = 1.0
         self._weight = 0.0
         self._samples = self._batches = 0
         self._save = False
-        self._carried = NOTHING
+        self.carried = NOTHING
         self.late = False  # whether what is told in this window is read in the next one
         self._before: tuple[torch.Tensor, torch.Event | None] | None = None  # what the window before told, if late
         self.entered = False  # whether a forward of this window has begun
         self.has_synced = True  # whether DDP has been given a gradient for every parameter of this window
+        self.in_backward = False  # also after an error in it
+        self._before_step: Callable[[], None] | None = None
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
         self._wrap()
 
     def _wrap(self) -> None:
         several = self._several
-        self._dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
-        self.module = self.devices.wrap(self._dispatch)
+        self.dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
+        self.dispatch.before_step = self._before_step
+        self.module = self.devices.wrap(self.dispatch)
         # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
         self._forward = self.module if several else self.module.forward
         self._checked = not several
@@ -105,14 +108,14 @@ class Executor:
         Else the first step of a continued run would be summed over the ranks in another order than before. Gradients of
         zeros are given in that order; nothing else changes. All ranks call it, with the `order` of the run's executor.
         """
-        parameters = {name: p for name, p in self._dispatch.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in self.dispatch.named_parameters() if p.requires_grad}
         if sorted(order) != sorted(parameters):
             return  # fewer ranks than 3, or another task
-        self._dispatch.in_order = [parameters[name] for name in order if name != "ride"]
+        self.dispatch.in_order = [parameters[name] for name in order if name != "ride"]
         self.begin()
         self.join()
         self.finish()
-        self._dispatch.in_order, self._checked = None, False
+        self.dispatch.in_order, self._checked = None, False
         for parameter in parameters.values():
             parameter.grad = None
 
@@ -148,7 +151,7 @@ class Executor:
     def expect(self, samples: float) -> None:
         """How many samples the window will have over all ranks, the same number on all ranks."""
         self._expected = samples
-        self._share = samples / self.devices.world_size
+        self.share = samples / self.devices.world_size
 
     def count(self, size: int) -> None:
         """A batch of this rank, of `size` samples, belongs to the window, in whatever pieces it is run."""
@@ -186,52 +189,67 @@ class Executor:
         self._save = save
         if sync and self._several:
             flags = (float(more), float(stop), float(failed), float(save))
-            self._carried = carried = [0.0, float(self._samples), float(self._batches), *flags]
+            self.carried = carried = [0.0, float(self._samples), float(self._batches), *flags]
         self.entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
             try:
-                scaled, ride, loss, weight = self._forward(step, size, self._share, carried)
+                scaled, ride, loss, weight = self._forward(step, size, self.share, carried)
             except RuntimeError as error:
                 named = self._named(error)
                 if named is error:
                     raise
                 raise named from error
             if scaled is not None:
-                if self.devices.scaler is not None:
-                    scaled = self.devices.scaler.scale(scaled)
-                self.in_sync = sync
-                with self._noting_order() if sync and self._notes_order else _NO_CONTEXT:
+                scaled = self.scaled_up(scaled)
+                self.in_backward, self.in_sync = True, sync
+                with self.noting_order(sync):
                     if ride is None:
                         scaled.backward()
                     else:  # beside the scaled loss and not in it: the counts must not overflow
                         torch.autograd.backward((scaled, ride))
-                self.in_sync = False
+                self.in_backward = self.in_sync = False
+        self.settle(weight, sync)
+        return None if loss is None else (loss, weight)
+
+    def scaled_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as fp16 wants it: so large that small gradients are not lost."""
+        return loss if self.devices.scaler is None else self.devices.scaler.scale(loss)
+
+    def settle(self, weight: float, sync: bool) -> None:
+        """A batch, or a piece of one, has given its gradients. sync: to the other ranks, too."""
         self._weight += weight
         if sync and not self.has_synced:
             self.has_synced = True
             self._check_gradients()
-        return None if loss is None else (loss, weight)
+
+    def before_step(self, call: Callable[[], None] | None) -> None:
+        """Let `call` be called right before each training_step, when DDP has sent what it sends before a forward."""
+        self._before_step = self.dispatch.before_step = call
+
+    def noting_order(self, sync: bool) -> AbstractContextManager[None]:
+        """Around the backward of a first sync: note in which order the parameters get their gradients."""
+        return self._noting_order() if sync and self._notes_order else _NO_CONTEXT
 
     @contextmanager
     def _noting_order(self) -> Iterator[None]:
         def note(name: str, parameter: torch.Tensor) -> None:
             self.order.append(name)
 
-        named = [(name, p) for name, p in self._dispatch.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self.dispatch.named_parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(partial(note, name)) for name, p in named]
-        self._notes_order = False
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+        self._notes_order = False  # after an error what is missing comes in a second backward
 
     def _named(self, error: RuntimeError) -> Exception:
         """DDP's error about parameters that the step before did not use, with their names instead of numbers."""
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if numbers is None:
             return error
-        names = [name for name, p in self._dispatch.named_parameters() if p.requires_grad]
+        names = [name for name, p in self.dispatch.named_parameters() if p.requires_grad]
         return _unused([names[int(number)].removeprefix("task.") for number in numbers[1].split()])
 
     def _check_gradients(self) -> None:
@@ -239,7 +257,7 @@ class Executor:
         if self._checked:
             return
         self._checked = True
-        unused = [] if self.module.find_unused_parameters else self._dispatch.without_gradient()
+        unused = [] if self.module.find_unused_parameters else self.dispatch.without_gradient()
         if unused:
             raise _unused(unused)
 
@@ -275,9 +293,9 @@ class Executor:
 
     def _told(self) -> torch.Tensor:
         """What all ranks told in this window, summed, on the device."""
-        ride = self._dispatch.ride
+        ride = self.dispatch.ride
         if ride is None:
-            own = torch.tensor([self._weight, *self._carried[1:]], dtype=torch.float32)
+            own = torch.tensor([self._weight, *self.carried[1:]], dtype=torch.float32)
             return self.devices.sum_on_device(own.to(self.devices.device, non_blocking=True))
         assert ride.grad is not None
         told, ride.grad = ride.grad, None

@@ -52,7 +52,7 @@ def is_metric_or_collection(value: object) -> bool:
     return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
 
 
-def _metrics_in(module: nn.Module) -> list[Any]:
+def metrics_in(module: nn.Module) -> list[Any]:
     return [inner for inner in module.modules() if is_metric(inner)]
 
 
@@ -64,7 +64,7 @@ def own_states(metric: Any) -> list[str]:
 def is_updated(metric: Any) -> bool:
     # Wrappers do not count their updates, and a metric inside one that shares another's states (compute groups) is
     # not told of them: these show it in their states. Comparing waits for the device, so it comes second.
-    counted = metric._update_count > 0 and len(_metrics_in(metric)) == 1
+    counted = metric._update_count > 0 and len(metrics_in(metric)) == 1
     return counted or any(not _is_default(vars(metric)[name], metric._defaults[name]) for name in own_states(metric))
 
 
@@ -86,7 +86,7 @@ def _copied(state: Any) -> Any:
 
 def updates(module: nn.Module) -> dict[int, int]:
     """How often each metric in the module was updated since its reset, by id, where it was."""
-    return {id(metric): metric._update_count for metric in _metrics_in(module) if metric._update_count}
+    return {id(metric): metric._update_count for metric in metrics_in(module) if metric._update_count}
 
 
 @contextmanager
@@ -98,12 +98,12 @@ def metrics_aside(task: nn.Module, logged: Iterable[nn.Module] = (), *, leave_no
     extremes, FID's real features). leave_no_trace: afterwards every metric of the task is exactly as before (sanity
     validation).
     """
-    metrics = list({id(metric): metric for top in logged for metric in _metrics_in(top)}.values())
-    kept = _metrics_in(task) if leave_no_trace else metrics
+    metrics = list({id(metric): metric for top in logged for metric in metrics_in(top)}.values())
+    kept = metrics_in(task) if leave_no_trace else metrics
     saved = [
         (metric, dict(vars(metric)))
         for metric in kept
-        if leave_no_trace or any(is_updated(inner) for inner in _metrics_in(metric))
+        if leave_no_trace or any(is_updated(inner) for inner in metrics_in(metric))
     ]
     with torch.inference_mode(False), torch.no_grad():
         for metric, attributes in saved:
@@ -124,7 +124,7 @@ def metrics_aside(task: nn.Module, logged: Iterable[nn.Module] = (), *, leave_no
 
 def reset_metrics(module: nn.Module) -> None:
     """Reset every metric in a module."""
-    for metric in _metrics_in(module):
+    for metric in metrics_in(module):
         reset(metric)
 
 
@@ -140,13 +140,13 @@ def computed(task: nn.Module, paths: Sequence[str], devices: Ranks) -> dict[str,
             "__init__ or setup, on all ranks."
         )
     tops: dict[str, Any] = {path: modules[path] for path in paths}
-    inside = {id(metric) for top in tops.values() for metric in _metrics_in(top)}
+    inside = {id(metric) for top in tops.values() for metric in metrics_in(top)}
     metrics = [module for module in modules.values() if id(module) in inside]  # in the same order on all ranks
     with _merged(metrics, devices) as updated, torch.inference_mode():
         results = {
             path: top.compute()
             for path, top in tops.items()
-            if any(id(metric) in updated for metric in _metrics_in(top))
+            if any(id(metric) in updated for metric in metrics_in(top))
         }
     for top in tops.values():
         reset(top)

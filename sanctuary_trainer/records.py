@@ -57,6 +57,7 @@ class Records:
         self._warned: set[str] = set()
         self._filled: dict[int, int] = {}  # id -> updates of the metrics that held data when the evaluation began
         self._with_epoch: set[str] = set()
+        self._marked = False  # whether somebody may rewind what was added
         self._loss: Series | None = Series("train/loss", "mean", on_step=True, on_epoch=True)
         self._series["train", "train/loss"] = self._loss
         self.prog_bar_names: dict[str, None] = {"train/loss": None}
@@ -124,8 +125,22 @@ class Records:
             weight = as_weight(series.name, weight)
         series.values.append(value)
         series.weights.append(weight)
-        if len(series.values) >= FOLD_AT:
+        if len(series.values) >= FOLD_AT and not self._marked:
             series.fold()
+
+    def mark(self) -> dict[Series, int]:
+        """How much is pending of each series: what `rewind` goes back to. From now on nothing is folded in between."""
+        self._marked = True
+        for series in self._series.values():
+            if len(series.values) >= FOLD_AT:
+                series.fold()
+        return {series: len(series.values) for series in self._series.values()}
+
+    def rewind(self, mark: Mapping[Series, int]) -> None:
+        """Forget what was logged since this mark was taken."""
+        for series in self._series.values():
+            length = mark.get(series, 0)
+            del series.values[length:], series.weights[length:]
 
     def step_values(self) -> dict[str, float]:
         """The on_step series since the last call, reduced over all ranks, by sorted name. All ranks must call it."""

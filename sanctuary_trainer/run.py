@@ -27,6 +27,7 @@ from sanctuary_trainer.metrics import is_metric_or_collection
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
+from sanctuary_trainer.recovery import OOMEvent, Recovery
 from sanctuary_trainer.signals import Signals
 from sanctuary_trainer.state import RunState
 from sanctuary_trainer.task import VisionTask
@@ -81,6 +82,9 @@ class Run:
         batch_samples: samples of the batch that is being worked on; None when unknown or between batches.
         execute: runs one batch forward and backward: `execute(batch, batch_idx, size, sync, ...)`. A callback may
             replace it in `on_fit_start` by a function of the same arguments that calls it.
+        call_step: runs one batch of evaluation or prediction: `call_step(step, batch, batch_idx)` returns the step's
+            outputs. A callback may replace it in `setup` in the same way.
+        recovery: runs a batch in pieces when memory asks for it; see `OOMFallback`.
         deadline: time.monotonic() after which the run stops.
         telling: how this rank tells the others that it failed.
         ends_epoch: whether the run is at what falls on the end of an epoch.
@@ -104,6 +108,9 @@ class Run:
         self.callbacks = Callbacks(task)
         self.clock = Clock()
         self.records = Records(devices, task)
+        self.call_step: Callable[..., Any] = self._call_step
+        self.recovery = Recovery(self)
+        self.oom_events: tuple[OOMEvent, ...] = ()  # of all ranks, once the fit is over
         self.metrics: dict[str, float] = {}
         self.progress_metrics: dict[str, float] = {}
         self.hparams: dict[str, Any] = {}
@@ -293,6 +300,8 @@ class Run:
         """Show images in the tracker; see `VisionTask.log_image`. Rank 0's are shown; nothing in sanity validation."""
         if self.tracking is not None and self.stage != "sanity":
             full = self.full_name(name) + (f"_{self.variant}" if self.variant else "")
+            if self.recovery.is_shown(full):
+                return
             # A validation may be left and done again: its images come at its end.
             self.tracking.log_images(full, images, self.state.global_step, later=self.stage == "val")
 
@@ -304,9 +313,12 @@ class Run:
         """`name` with the prefix of its stage, unless it has a "/"."""
         return name if "/" in name else f"{self._prefix}/{name}"
 
-    def message(self, text: str) -> None:
-        """Tell the person at the terminal something: one process prints, and a bar is not broken by it."""
-        if self.is_main:
+    def message(self, text: str, *, every_rank: bool = False) -> None:
+        """Tell the person at the terminal something, without breaking a bar.
+
+        every_rank: also where this is not rank 0: what one rank alone knows.
+        """
+        if self.is_main or every_rank:
             from tqdm import tqdm
 
             tqdm.write(text)
@@ -342,6 +354,10 @@ class Run:
         self.batch_samples = fetched.size if fetched.size is not None else self.task.batch_size(fetched.batch)
         self._working = True
         return self.task.on_after_batch_to_device(fetched.batch, self.stage) if self._adapts else fetched.batch
+
+    def _call_step(self, step: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> Any:
+        with self.devices.autocast():
+            return step(batch, batch_idx)
 
     def end_batch(self) -> None:
         """No batch is worked on any more."""
@@ -439,10 +455,13 @@ class Run:
         """A window begins: what was told late in the one before holds for it."""
         self.save_asked, self.heard_late = self.save_asked or self.heard_late, False
 
-    def settle_signal(self) -> None:
-        """At the end of a fit, let all ranks know of a signal that any of them got, also of one that came last."""
-        received = [name for name in self.devices.gather_objects(self.signals.received) if name is not None]
-        self.signals.obeyed = received[0] if received else None
+    def settle_end(self) -> None:
+        """At the end of a fit, let all ranks know what each met: signals, also the last one, and events of memory."""
+        own = (self.signals.received, [tuple(event) for event in self.recovery.events])
+        signals, events = zip(*self.devices.gather_objects(own), strict=True)
+        self.signals.obeyed = next((name for name in signals if name is not None), None)
+        met = sorted((OOMEvent(*event) for rank in events for event in rank), key=lambda event: event.step)
+        self.oom_events = tuple(met)
 
     def evaluated(self) -> dict[str, float]:
         """The values of the evaluation loader that was just read, over all ranks."""

@@ -30,6 +30,7 @@ __all__ = [
     "may_draw",
     "mix",
     "seed_everything",
+    "waiting_normal",
 ]
 
 ORDER, BATCH, READ, WORKERS = range(4)  # the first argument of `mix`: what is drawn
@@ -147,12 +148,12 @@ class Generators:
             self._bits = np.random.MT19937(0)  # the default kind: np.random.seed and get_state want it
             self._numpy = np.random.RandomState(self._bits)
         outer = _numpy_random.get_bit_generator()
-        normal = _waiting_normal(outer)
+        normal = waiting_normal(outer)
         _numpy_random.set_bit_generator(self._bits)
         return outer, normal
 
 
-def _waiting_normal(bits: Any) -> float | None:
+def waiting_normal(bits: Any) -> float | None:
     """Look at the second normal of a pair, which np.random keeps outside its bit generator and drops when that is set.
 
     np.random.get_state() tells it too, in 0.15 ms. Here one normal is drawn, and the bits are put back: when none were

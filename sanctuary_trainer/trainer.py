@@ -43,6 +43,7 @@ from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.metric_states import remember
 from sanctuary_trainer.optimization import Optimization
+from sanctuary_trainer.recovery import OOMEvent
 from sanctuary_trainer.resuming import load_checkpoint, look_up, restore_run, restore_task, restore_training
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.saving import check_can_be_saved, settle_boundary, write_requested
@@ -64,6 +65,7 @@ class FitResult:
         global_step: optimizer updates that were made.
         best_checkpoint: the best checkpoint by the first `Checkpoint` that watches something, else the last one; None
             where none was written.
+        oom_events: what did not fit into memory, on all ranks, by step; see `OOMFallback`.
     """
 
     metrics: dict[str, float]
@@ -71,6 +73,7 @@ class FitResult:
     run_dir: Path
     global_step: int
     best_checkpoint: Path | None = None
+    oom_events: tuple[OOMEvent, ...] = ()
 
 
 class Trainer:
@@ -193,7 +196,9 @@ class Trainer:
             raise SystemExit(exit_status(run.signals.obeyed))
         reason = run.state.stop_reason
         assert run.run_dir is not None and reason is not None
-        return FitResult(dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint)
+        return FitResult(
+            dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint, run.oom_events
+        )
 
     def validate(
         self, task: VisionTask, val: Any = None, *, data: Any = None, checkpoint: Any = None

@@ -76,8 +76,7 @@ def read_through(run: Run, stage: str, limit: int | None = None) -> dict[str, fl
             run.loader_name = name
 
             def one(batch: Any, batch_idx: int, fetched: Fetched) -> None:
-                with run.devices.autocast():
-                    outputs = step(batch, batch_idx)
+                outputs = run.call_step(step, batch, batch_idx)
                 if not run.variant:
                     run.callbacks.on_evaluation_batch_end(run, stage, batch, outputs, fetched.indices)
 

@@ -50,7 +50,7 @@ def fit(run: Run) -> None:
         if run.at_boundary:  # not in sanity validation
             save_point(run, together=True)
     run.read_rest()
-    run.settle_signal()
+    run.settle_end()
 
 
 def sanity_validation(run: Run) -> None:

@@ -55,8 +55,7 @@ def predict(
     shown = run.callbacks.has("on_predict_batch_end")
 
     def one(batch: Any, batch_idx: int, fetched: Fetched) -> None:
-        with run.devices.autocast():
-            outputs = run.task.predict_step(batch, batch_idx)
+        outputs = run.call_step(run.task.predict_step, batch, batch_idx)
         if shown:
             run.callbacks.on_predict_batch_end(run, batch, outputs, fetched.indices)
         if not keep:

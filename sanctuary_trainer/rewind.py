@@ -1,0 +1,184 @@
+"""What a step changes besides gradients, so that a step that failed half-way can be made again as if anew.
+
+    rewind.take()        before the step: generators, buffers, metrics, what was logged
+    rewind.put_back()    after it failed: all of it as it was
+
+What the task changes in plain attributes of its own (`self.seen += 1`) is not known here and stays changed.
+
+Taken in every step, it must cost next to nothing: a tensor is copied only when its version says that it has changed
+since it was copied last, and of a list the length is enough, since metrics append to theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sanctuary_trainer.metrics import metrics_in, own_states
+from sanctuary_trainer.seeding import waiting_normal
+
+if TYPE_CHECKING:
+    from sanctuary_trainer.records import Records
+
+_WORDS = 624  # of the state of a Mersenne twister, beside its position
+_python_random: Any = random
+_numpy_random: Any = np.random
+
+
+class Generators:
+    """The states of the global generators: Python's, numpy's, torch's on the CPU and on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
+        # random.getstate() makes 625 integers in 12 us; their bytes are read in 1.
+        self._peeks = _as_state(_peek(), None) == (*random.getstate()[:2], None)
+        self.take()
+
+    def take(self) -> None:
+        """Note how they stand."""
+        inst = _python_random._inst
+        self._python = (_peek(), inst.gauss_next) if self._peeks else random.getstate()
+        bits = _numpy_random.get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
+            words = ctypes.string_at(bits.ctypes.state_address, 4 * (_WORDS + 1))
+            normal = waiting_normal(bits)
+            self._numpy: tuple[Any, Any, float | None] = (bits, words, normal)
+            if normal is not None:
+                _give_normal(normal)
+        else:
+            self._numpy = (bits, np.random.get_state(legacy=False), None)
+        self._torch = torch.default_generator.get_state()
+        self._on_device: Any = None if self._module is None else self._module.get_rng_state(self._device)
+
+    def put_back(self) -> None:
+        """Let them draw again what they have drawn since."""
+        random.setstate(_as_state(*self._python) if self._peeks else self._python)
+        bits, state, normal = self._numpy
+        if isinstance(bits, np.random.MT19937):
+            ctypes.memmove(bits.ctypes.state_address, state, len(state))
+            _numpy_random.set_bit_generator(bits)  # also drops a second normal of a pair
+            if normal is not None:
+                _give_normal(normal)
+        else:
+            _numpy_random.set_bit_generator(bits)
+            np.random.set_state(state)
+        torch.default_generator.set_state(self._torch)
+        if self._module is not None:
+            self._module.set_rng_state(self._on_device, self._device)
+
+    def have_drawn(self) -> bool:
+        """Whether torch has drawn since, on the CPU or on the device."""
+        if not torch.equal(self._torch, torch.default_generator.get_state()):
+            return True
+        return self._module is not None and not torch.equal(self._on_device, self._module.get_rng_state(self._device))
+
+
+def _peek() -> bytes:
+    """Position and words of Python's generator, as they lie in it."""
+    return ctypes.string_at(id(_python_random._inst) + object.__basicsize__, 4 * (_WORDS + 1))
+
+
+def _as_state(words: bytes, gauss: float | None) -> tuple[Any, ...]:
+    """What was peeked, as random.setstate takes it."""
+    position, *key = struct.unpack(f"{_WORDS + 1}I", words)
+    return random.getstate()[0], (*key, position), gauss
+
+
+def _give_normal(normal: float) -> None:
+    """Let numpy hand out this one next: the second of a pair."""
+    state: Any = np.random.get_state(legacy=False)
+    np.random.set_state({**state, "has_gauss": 1, "gauss": normal})
+
+
+class _Kept(NamedTuple):
+    """A tensor or list as it was, and what tells whether it has changed since: its version, or its length."""
+
+    value: Any = None
+    version: int | None = None
+    copy: Any = None
+
+
+class Rewind:
+    """Takes note of what a step may change, and puts it back.
+
+    Args:
+        task: whose buffers and metrics are kept.
+        device: whose generator is kept beside those of the host.
+        records: where steps log.
+    """
+
+    def __init__(self, task: torch.nn.Module, device: torch.device, records: Records) -> None:
+        self._task, self._records = task, records
+        self.generators = Generators(device)
+        self.taken = False  # whether `take` was called since this was set to False
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Find the buffers and metrics of the task: when layers may have been exchanged."""
+        metrics = metrics_in(self._task)
+        self._slots = [(module._buffers, name) for module in self._task.modules() for name in module._buffers]
+        self._slots += [(vars(metric), name) for metric in metrics for name in own_states(metric)]
+        self._kept = [_Kept() for _ in self._slots]
+        self._attributes = [(vars(metric), dict[str, Any]()) for metric in metrics]
+        self._mark = self._records.mark()
+
+    def take(self) -> None:
+        """Note how everything stands."""
+        self.taken = True
+        self.generators.take()
+        self._mark = self._records.mark()
+        for number, (own, _) in enumerate(self._attributes):
+            self._attributes[number] = (own, dict(own))
+        sources, copies = [], []
+        for number, ((holder, name), kept) in enumerate(zip(self._slots, self._kept, strict=True)):
+            value = holder.get(name)
+            version = _version(value)
+            if value is kept.value and version == kept.version and version is not None:
+                continue
+            copy = kept.copy
+            if isinstance(value, torch.Tensor):
+                if _alike(value, copy):
+                    sources.append(value)
+                    copies.append(copy)
+                else:
+                    copy = value.detach().clone()
+            self._kept[number] = _Kept(value, version, copy)
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, sources)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put everything back as it was noted last."""
+        self.generators.put_back()
+        self._records.rewind(self._mark)
+        for own, before in self._attributes:
+            own.clear()
+            own.update(before)
+        for number, ((holder, name), kept) in enumerate(zip(self._slots, self._kept, strict=True)):
+            if holder.get(name) is not kept.value:
+                holder[name] = kept.value
+            if _version(kept.value) != kept.version or kept.version is None:
+                if isinstance(kept.value, torch.Tensor):
+                    with torch.inference_mode(kept.value.is_inference()):
+                        kept.value.copy_(kept.copy)
+                    self._kept[number] = kept._replace(version=_version(kept.value))
+                elif isinstance(kept.value, list):
+                    del kept.value[kept.version :]
+
+
+def _version(value: Any) -> int | None:
+    """Rises with each change; None where nothing tells."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    return len(value) if isinstance(value, list) else None
+
+
+def _alike(tensor: torch.Tensor, copy: torch.Tensor | None) -> bool:
+    return copy is not None and (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device)
