@@ -163,6 +163,8 @@ class Bombed(VisionTask):
         unused: a layer that no step uses.
         frozen: the first layer requires no gradient, so that backward does not come to `bombs[0]`.
         tied: the fourth layer's weight is the second's.
+        shared: also parameters whose gradients autograd makes as one tensor (in a batch of one sample), or as one
+            number seen many times: nothing may be added to them in place.
         weighted: the loss is a weighted mean and the step returns the sum of the weights; some samples weigh nothing.
         seed: of the weights.
         dtype: of parameters and features.
@@ -176,6 +178,7 @@ class Bombed(VisionTask):
         unused: bool = False,
         frozen: bool = False,
         tied: bool = False,
+        shared: bool = False,
         weighted: bool = False,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
@@ -190,6 +193,7 @@ class Bombed(VisionTask):
             self.layers.append(nn.Sequential(linear, norms[norm](), nn.Tanh(), nn.Dropout(dropout)))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.unused = nn.Linear(3, 3) if unused else None
+        self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(1, WIDTH)) for _ in range(3 if shared else 0))
         self.bombs = nn.ModuleList(Bomb(self.place) for _ in range(layers + 1))
         self.accuracy, self.val_accuracy = MulticlassAccuracy(CLASSES), MulticlassAccuracy(CLASSES)
         generator = torch.Generator().manual_seed(seed)
@@ -205,8 +209,10 @@ class Bombed(VisionTask):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """features: (B, FEATURES); returns logits (B, CLASSES)."""
-        for layer, bomb in zip(self.layers, self.bombs, strict=False):
+        for index, (layer, bomb) in enumerate(zip(self.layers, self.bombs, strict=False)):
             features = bomb(layer(features))
+            if index == 1 and len(self.shifts):
+                features = features + self.shifts[0] + self.shifts[1]
         logits: torch.Tensor = self.bombs[-1](self.head(features))
         return logits
 
@@ -224,7 +230,8 @@ class Bombed(VisionTask):
         self.log("accuracy", self.accuracy)
         self.log("first_feature", features[:, 0].mean(), on_step=True, on_epoch=True)
         if not self.weighted:
-            return nn.functional.cross_entropy(logits, labels)
+            loss = nn.functional.cross_entropy(logits, labels)
+            return loss + 0.01 * self.shifts[2].sum() if len(self.shifts) else loss
         weights = ((3 * ids) % 5).to(self.dtype)  # of every five samples one weighs nothing
         each = nn.functional.cross_entropy(logits, labels, reduction="none")
         return {"loss": (each * weights).sum() / weights.sum(), "weight": weights.sum()}
