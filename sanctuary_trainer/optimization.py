@@ -8,7 +8,7 @@ one. They are not given to accelerate, which would step them once per process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from sanctuary_trainer.configured import check_parameters, parse
 from sanctuary_trainer.errors import TaskError
+from sanctuary_trainer.optimizer_memory import step_within_memory
 from sanctuary_trainer.optimizer_state import configuration, learning_rates, load_scaler, put_back, take
 from sanctuary_trainer.watched import check_monitors, unknown_monitors
 
@@ -25,6 +26,7 @@ class _Together:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
+        self.on_out_of_memory: Callable[..., object] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -32,6 +34,9 @@ class _Together:
 
     def step(self) -> bool:
         """True, which the scaler hands on; None where it makes no step."""
+        if self.on_out_of_memory is not None:
+            step_within_memory(self.optimizers, on_event=self.on_out_of_memory)
+            return True
         for optimizer in self.optimizers:
             optimizer.step()
         return True
@@ -85,6 +90,15 @@ class Optimization:
         self.zero_grad()
 
     @property
+    def on_out_of_memory(self) -> Callable[..., object] | None:
+        """Who is told of an optimizer's step that ran out of memory (see `step_within_memory`); None not to try."""
+        return self._together.on_out_of_memory
+
+    @on_out_of_memory.setter
+    def on_out_of_memory(self, told: Callable[..., object] | None) -> None:
+        self._together.on_out_of_memory = told
+
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters of all optimizers, also of groups that were added later."""
         return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
@@ -127,6 +141,9 @@ class Optimization:
 
         Args:
             record: keep the learning rates that this step uses in `learning_rates`.
+
+        Raises:
+            OutOfMemoryError: with `on_out_of_memory` set, where a step does not fit into memory.
         """
         if record:
             self.learning_rates = learning_rates(self._together.param_groups)

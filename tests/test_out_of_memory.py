@@ -99,7 +99,7 @@ ANYTHING_ELSE = [
     "could not create a primitive",
     "cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned in memory",
     "unable to allocate shared memory(shm) for file </torch_81_2_0>: No space left on device (28)",
-    "DataLoader worker is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.",
+    "DataLoader worker (pid 81) is killed: Bus error. Possibly dataloader's workers are out of shared memory.",
     "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
     "Invalid buffer size: negative",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] writev: Cannot allocate memory",
