@@ -15,7 +15,7 @@ attention), and is carried by autograd into its threads (`at::ThreadLocalState`)
 
 Drawn as the piece alone would: what has no samples in its first dimension (sequence-first layouts, permutations),
 what is given a generator, what draws as many numbers as its values ask for (rrelu, gamma, Poisson, multinomial), and
-dropout inside CUDA's fused attention. Compiled modules run uncompiled inside.
+dropout inside CUDA's fused attention and inside the kernels that torch.compile generates.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class SlicedDraws(TorchDispatchMode):
         self._total, self._start, self._size = total, start, size
         self._seen = {} if seen is None else seen
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run: uncompiled it would need more memory, and fullgraph=True would refuse."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
@@ -120,12 +125,16 @@ class SlicedDraws(TorchDispatchMode):
 
     def _among_all(self, piece: torch.Tensor, k: int) -> torch.Tensor:
         """The piece at its rows of the whole batch, the rest zeros; in the same order in memory, as draws follow it."""
+        shape = [k * self._total, *piece.shape[1:]]
+        # Without what is expanded, which cannot be written to.
+        core = piece[tuple(slice(1) if stride == 0 else slice(None) for stride in piece.stride())]
+        if piece.stride(0) == 0:
+            return core.expand(shape)
         strides = [
             # A dimension outside the samples' steps over all of them. `size > 1`: else its stride says nothing.
-            -(-stride * self._total // self._size) if size > 1 and i and stride >= piece.stride(0) else stride
-            for i, (size, stride) in enumerate(zip(piece.shape, piece.stride(), strict=True))
+            -(-stride * self._total // self._size) if size > 1 and i and stride >= core.stride(0) else stride
+            for i, (size, stride) in enumerate(zip(core.shape, core.stride(), strict=True))
         ]
-        shape = [k * self._total, *piece.shape[1:]]
-        whole = torch.empty_strided(shape, strides, dtype=piece.dtype, device=piece.device).zero_()
-        self._rows(whole, k).copy_(piece)
-        return whole
+        whole = torch.empty_strided([shape[0], *core.shape[1:]], strides, dtype=piece.dtype, device=piece.device)
+        self._rows(whole.zero_(), k).copy_(core)
+        return whole.expand(shape)

@@ -85,6 +85,11 @@ DRAWS: dict[str, Callable[[int], torch.Tensor]] = {
     "bernoulli of one probability": lambda n: torch.bernoulli(ones(n, 4), 0.3),
     "bernoulli_": lambda n: empty(n, 4, 1, 1).bernoulli_(0.3),
     "bernoulli_ of probabilities": lambda n: empty(n, 4).bernoulli_(torch.full((n, 1), 0.3)),
+    "bernoulli of an expanded probability": lambda n: torch.bernoulli(torch.full((n, 1), 0.3).expand(n, 4)),
+    "bernoulli of one for all samples": lambda n: torch.bernoulli(torch.full((4,), 0.3).expand(n, 4)),
+    "rand_like, expanded": lambda n: torch.rand_like(ones(n, 1, 3).expand(n, 4, 3)),
+    "native_dropout, expanded": lambda n: torch.native_dropout(ones(n, 1, 3).expand(n, 4, 3), 0.5, True)[0],
+    "dropout under vmap": lambda n: torch.func.vmap(F.dropout, randomness="different")(ones(n, 3)),
     "exponential_": lambda n: empty(n, 4).exponential_(),
     "gumbel": lambda n: F.gumbel_softmax(ones(n, 5)),
     "log_normal_": lambda n: empty(n, 4).log_normal_(),
@@ -346,3 +351,13 @@ def test_under_autocast_too(kind: str) -> None:
     assert pieces[0].dtype == torch.bfloat16
     torch.testing.assert_close(pieces, whole, rtol=0.05, atol=0.05)
     assert not torch.allclose(plain[0], whole[0], rtol=0.05, atol=0.05)
+
+
+def test_what_is_compiled_runs_compiled() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).double()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    images = torch.randn(4, 8, dtype=torch.float64)
+    torch.manual_seed(3)
+    whole = model(images)
+    pieces = in_pieces(lambda at: compiled(images[at]), [2, 2])
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-12, atol=1e-12)
