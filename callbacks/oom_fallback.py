@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sanctuary_trainer import OOMEvent, OOMFailure, Run
 
 REMEDIES = ("checkpointing", "pieces")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class OOMFallback(Callback):
@@ -124,7 +125,7 @@ class OOMFallback(Callback):
         norms = [
             name
             for name, module in run.task.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+            if isinstance(module, BATCH_NORMS) and module.training
         ]
         if norms and not self._warned:
             self._warned = True

@@ -5,8 +5,8 @@
 
 What the task changes in plain attributes of its own (`self.seen += 1`) is not known here and stays changed.
 
-Taken in every step, it must cost next to nothing: a tensor is copied only when its version says that it has changed
-since it was copied last, and of a list the length is enough, since metrics append to theirs.
+Tensors are copied in every step: their version does not tell whether they changed (batch norm writes its statistics
+past it, as do who write to `buffer.data`). Of a list the length is enough, since metrics append to theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -96,14 +96,6 @@ def _give_normal(normal: float) -> None:
     np.random.set_state({**state, "has_gauss": 1, "gauss": normal})
 
 
-class _Kept(NamedTuple):
-    """A tensor or list as it was, and what tells whether it has changed since: its version, or its length."""
-
-    value: Any = None
-    version: int | None = None
-    copy: Any = None
-
-
 class Rewind:
     """Takes note of what a step may change, and puts it back.
 
@@ -124,34 +116,34 @@ class Rewind:
         metrics = metrics_in(self._task)
         self._slots = [(module._buffers, name) for module in self._task.modules() for name in module._buffers]
         self._slots += [(vars(metric), name) for metric in metrics for name in own_states(metric)]
-        self._kept = [_Kept() for _ in self._slots]
+        self._kept: list[tuple[Any, Any]] = [(None, None)] * len(self._slots)
         self._attributes = [(vars(metric), dict[str, Any]()) for metric in metrics]
         self._mark = self._records.mark()
 
     def take(self) -> None:
         """Note how everything stands."""
-        self.taken = True
         self.generators.take()
         self._mark = self._records.mark()
         for number, (own, _) in enumerate(self._attributes):
             self._attributes[number] = (own, dict(own))
-        sources, copies = [], []
-        for number, ((holder, name), kept) in enumerate(zip(self._slots, self._kept, strict=True)):
+        sources: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        for number, ((holder, name), (_, copy)) in enumerate(zip(self._slots, self._kept, strict=True)):
             value = holder.get(name)
-            version = _version(value)
-            if value is kept.value and version == kept.version and version is not None:
-                continue
-            copy = kept.copy
-            if isinstance(value, torch.Tensor):
-                if _alike(value, copy):
-                    sources.append(value)
-                    copies.append(copy)
-                else:
-                    copy = value.detach().clone()
-            self._kept[number] = _Kept(value, version, copy)
+            if isinstance(value, list):
+                copy = len(value)
+            elif not isinstance(value, torch.Tensor):
+                copy = None
+            elif isinstance(copy, torch.Tensor) and _alike(value, copy):
+                sources.append(value)
+                copies.append(copy)
+            else:
+                copy = value.detach().clone()
+            self._kept[number] = (value, copy)
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(copies, sources)
+        self.taken = True
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -161,24 +153,14 @@ class Rewind:
         for own, before in self._attributes:
             own.clear()
             own.update(before)
-        for number, ((holder, name), kept) in enumerate(zip(self._slots, self._kept, strict=True)):
-            if holder.get(name) is not kept.value:
-                holder[name] = kept.value
-            if _version(kept.value) != kept.version or kept.version is None:
-                if isinstance(kept.value, torch.Tensor):
-                    with torch.inference_mode(kept.value.is_inference()):
-                        kept.value.copy_(kept.copy)
-                    self._kept[number] = kept._replace(version=_version(kept.value))
-                elif isinstance(kept.value, list):
-                    del kept.value[kept.version :]
+        for (holder, name), (value, copy) in zip(self._slots, self._kept, strict=True):
+            holder[name] = value
+            if isinstance(value, torch.Tensor):
+                with torch.inference_mode(value.is_inference()):
+                    value.copy_(copy)
+            elif isinstance(value, list):
+                del value[copy:]
 
 
-def _version(value: Any) -> int | None:
-    """Rises with each change; None where nothing tells."""
-    if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
-    return len(value) if isinstance(value, list) else None
-
-
-def _alike(tensor: torch.Tensor, copy: torch.Tensor | None) -> bool:
-    return copy is not None and (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device)
+def _alike(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device)
