@@ -4,7 +4,8 @@
 
 A step changes weights in place, so it can be made again only where nothing moved, or where there are copies. An
 optimizer allocates its state in its first step, so that is the step that does not fit: for it, copies are kept on the
-host. Of later steps only version counters are noted, which tell whether a tensor was written to.
+host, on an accelerator through the second try too. Of later steps only version counters are noted, which tell whether a
+tensor was written to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release
 
 # Of each optimizer that made a step: the parameters that it keeps no state for, by id; and whether version counters
 # show what it writes. They do not where it writes to `parameter.data`, nor where one kernel writes to many tensors, as
-# torch's fused and foreach ones do.
+# torch's fused ones do everywhere and its foreach ones where they are no loop, on accelerators.
 _KNOWN: WeakKeyDictionary[Optimizer, tuple[set[int], bool]] = WeakKeyDictionary()
 
 
@@ -71,6 +72,7 @@ def _once_more(optimizer: Optimizer, before: _Before, first: Exception, on_event
         ]
         for group in with_foreach:
             group["foreach"] = False
+        before.spare_memory()
         second = _attempt(optimizer)
         if second is None:
             on_event(first, retried=True)
@@ -102,7 +104,9 @@ class _Before:
         # In pairs, since hashing a tensor takes longer than all else here.
         self.entries = [[(key, _held(entry, self.tensors)) for key, entry in state.items()] for state in self.states]
         self.versions = _versions(self.tensors)
-        self.stateless, self.visible = _KNOWN.get(optimizer, (set[int](), False))
+        self.on_cpu = all(p.is_cpu for p in self.parameters)
+        torchs = type(optimizer).__module__.startswith("torch.optim") and not any(g.get("fused") for g in self.groups)
+        self.stateless, self.visible = _KNOWN.get(optimizer, (set[int](), torchs and self.on_cpu))
         self.new = self._without_state() - self.stateless
         self.copies = self._copy() if self.new else None
 
@@ -121,6 +125,11 @@ class _Before:
         for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(settings)
         return True
+
+    def spare_memory(self) -> None:
+        """Give up copies that lie in the memory that is short: a second try matters more than what it leaves."""
+        if self.on_cpu:
+            self.copies = None
 
     def learn(self) -> None:
         """Remember, after the optimizer's first step, what it keeps state for and whether its writing shows."""

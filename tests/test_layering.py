@@ -52,7 +52,7 @@ ROOMS = {
     "watched": 60,
     "scheduler_state": 120,
     "optimizer_state": 190,
-    "optimizer_memory": 120,
+    "optimizer_memory": 130,
     "optimization": 160,
     "hparams": 60,
     "event_file": 110,
