@@ -49,6 +49,7 @@ class Generators:
             words = ctypes.string_at(bits.ctypes.state_address, 4 * (_WORDS + 1))
             normal = waiting_normal(bits)
             self._numpy: tuple[Any, Any, float | None] = (bits, words, normal)
+            _numpy_random.set_bit_generator(bits)  # drops the second of the pair that was drawn to see it
             if normal is not None:
                 _give_normal(normal)
         else:

@@ -200,17 +200,19 @@ class Draws(Net):
 
 def test_generators_stand_as_if_the_batch_had_been_whole(tmp_path: Path) -> None:
     ends = []
-    for fails in (False, True):
+    for fails, callbacks in ((False, []), (False, [OOMFallback()]), (True, [OOMFallback()])):
         torch.manual_seed(0)
         task = Draws()
         task.fails = fails
         np.random.seed(5)
         random.seed(5)
-        quiet_trainer(max_epochs=1, seed=1, callbacks=[OOMFallback()]).fit(task, loader(classes(16), 8))
-        ends.append((random.random(), np.random.random(), torch.rand(1).item(), weights(task)))
-        assert len(set(task.seen)) == 2  # the pieces of a batch drew what the batch drew
-    assert ends[0][:3] == ends[1][:3]
-    assert torch.allclose(ends[0][3], ends[1][3], rtol=0, atol=1e-12)
+        quiet_trainer(max_epochs=1, seed=1, callbacks=callbacks).fit(task, loader(classes(24), 8))
+        drawn = (random.random(), np.random.normal(), np.random.random(), torch.rand(1).item(), random.gauss(0, 1))
+        ends.append((drawn, weights(task)))
+        assert len(set(task.seen)) == 3  # the pieces of a batch drew what the batch drew
+    assert ends[0][0] == ends[1][0] == ends[2][0]
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert torch.allclose(ends[0][1], ends[2][1], rtol=0, atol=1e-12)
 
 
 class Holds(Net):
