@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         TaskError,
     )
     from sanctuary_trainer.loops.predict import load_predictions
-    from sanctuary_trainer.recovery import OOMEvent, OOMFailure
+    from sanctuary_trainer.pieces import OOMFailure
+    from sanctuary_trainer.recovery import OOMEvent
     from sanctuary_trainer.run import Run
     from sanctuary_trainer.state import RunState
     from sanctuary_trainer.task import VisionTask
@@ -70,7 +71,8 @@ _ROOMS = {
         "TaskError",
     ),
     "loops.predict": ("load_predictions",),
-    "recovery": ("OOMEvent", "OOMFailure"),
+    "pieces": ("OOMFailure",),
+    "recovery": ("OOMEvent",),
     "run": ("Run",),
     "state": ("RunState",),
     "task": ("VisionTask",),

@@ -29,8 +29,9 @@ from torch import nn
 
 from sanctuary_trainer.batch import join, map_tensors
 from sanctuary_trainer.draws import SlicedDraws
-from sanctuary_trainer.errors import DataError, OutOfMemoryError
+from sanctuary_trainer.errors import OutOfMemoryError
 from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release
+from sanctuary_trainer.pieces import OOMFailure, Pieces, Smaller
 from sanctuary_trainer.replay import Replay
 from sanctuary_trainer.rewind import Rewind
 
@@ -39,22 +40,6 @@ if TYPE_CHECKING:
 
 _CAUGHT = (RuntimeError, MemoryError, OSError)
 LONGEST_SHAPE = 200  # characters: a batch of images of many sizes has as many shapes
-
-
-class OOMFailure(NamedTuple):
-    """A piece that did not fit.
-
-    Attributes:
-        stage: "train", "sanity", "val", "test" or "predict".
-        phase: "forward" or "backward".
-        tried: its samples.
-        error: what was raised, without its frames.
-    """
-
-    stage: str
-    phase: str
-    tried: int
-    error: Exception
 
 
 class OOMEvent(NamedTuple):
@@ -79,9 +64,6 @@ class OOMEvent(NamedTuple):
     piece_size: int
     remedy: str
     reason: str
-
-
-Smaller = Callable[[OOMFailure], int]  # the policy: samples of a piece from now on; raises to give up
 
 
 class Recovery:
@@ -151,7 +133,7 @@ class Recovery:
             executor.before_step(self._rewinds().take)
         replay, parts = self._replay, list[tuple[torch.Tensor, float]]()
 
-        def attempt(pieces: _Pieces) -> OOMFailure | None:
+        def attempt(pieces: Pieces) -> OOMFailure | None:
             piece, count, last = pieces.piece, pieces.count, pieces.at_last
             syncs = sync and last
             more = {**told, "save": save} if last else {}
@@ -174,7 +156,7 @@ class Recovery:
         return _mean(parts)
 
     def _complete(
-        self, pieces: _Pieces, batch_idx: int, missing: Sequence[nn.Parameter], syncs: bool, failure: OOMFailure
+        self, pieces: Pieces, batch_idx: int, missing: Sequence[nn.Parameter], syncs: bool, failure: OOMFailure
     ) -> list[tuple[torch.Tensor, float]]:
         """After a backward that broke off: this piece's missing gradients from smaller ones, handed over as one."""
         replay, task = self._replay, self._run.task
@@ -216,12 +198,12 @@ class Recovery:
         outputs: list[Any] = []
         sizes: list[int] = []
 
-        def call(pieces: _Pieces) -> Any:
+        def call(pieces: Pieces) -> Any:
             rewind.take()
             output = inner(step, pieces.piece, batch_idx)
             return map_tensors(_on_host, output) if run.stage == "predict" and not pieces.is_whole else output
 
-        def attempt(pieces: _Pieces) -> OOMFailure | None:
+        def attempt(pieces: Pieces) -> OOMFailure | None:
             count = pieces.count
             output, error = self._tried(pieces, partial(call, pieces))
             if error is not None:
@@ -234,11 +216,11 @@ class Recovery:
         self._walk(batch, attempt)
         return join(outputs, sizes)
 
-    def _walk(self, batch: Any, attempt: Callable[[_Pieces], OOMFailure | None]) -> None:
+    def _walk(self, batch: Any, attempt: Callable[[Pieces], OOMFailure | None]) -> None:
         """Attempt piece after piece of the batch that is being worked on until all of it is done."""
         run = self._run
         samples = run.batch_samples
-        pieces = _Pieces(run, batch, samples or 1, self._smaller)
+        pieces = Pieces(run, batch, samples or 1, self._smaller)
         first = self._piece_size if run.stage == "train" else None
         if self.piece_sizes or first is not None:
             known = self._known(batch, pieces.size)
@@ -258,7 +240,7 @@ class Recovery:
         if run.stage == "train" and not pieces.is_whole:
             self._log("memory/piece_size", pieces.most, "min")
 
-    def _tried(self, pieces: _Pieces, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    def _tried(self, pieces: Pieces, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         """What `call` returns for the present piece; or why it did not fit, with all as it was before."""
         run, rewind = self._run, self._rewinds()
         failed: Exception | None = None
@@ -281,7 +263,7 @@ class Recovery:
         return None, failed
 
     @contextmanager
-    def _drawing(self, pieces: _Pieces) -> Iterator[None]:
+    def _drawing(self, pieces: Pieces) -> Iterator[None]:
         """Let a piece draw what its samples would have drawn in the whole batch."""
         if pieces.is_whole or self._run.compiled:  # in a compiled graph draws cannot be reached
             yield
@@ -359,7 +341,7 @@ class Recovery:
 
         optimization.on_out_of_memory = on_event
 
-    def _remember(self, batch: Any, pieces: _Pieces, failure: OOMFailure) -> None:
+    def _remember(self, batch: Any, pieces: Pieces, failure: OOMFailure) -> None:
         if not pieces.is_whole:
             shape, weight = _shape(batch, pieces.size)
             self.piece_sizes[f"{self._kind} {shape}"] = (pieces.most, weight)
@@ -387,86 +369,6 @@ class Recovery:
         if self._rewind is None:
             self._rewind = Rewind(self._run.task, self._run.device, self._run.records)
         return self._rewind
-
-
-class _Pieces:
-    """A batch of `size` samples, cut into consecutive pieces that are run one after the other."""
-
-    def __init__(self, run: Run, batch: Any, size: int, smaller: Smaller) -> None:
-        self._run, self._batch, self._smaller = run, batch, smaller
-        self.size = self.most = size
-        self.failure: OOMFailure | None = None  # the first one
-        self.start = 0
-        self._sizes, self._index, self._parts = [size], 0, [batch]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the batch is run in one piece."""
-        return len(self._sizes) == 1
-
-    @property
-    def done(self) -> bool:
-        """Whether all have been run."""
-        return self._index == len(self._sizes)
-
-    @property
-    def at_last(self) -> bool:
-        """Whether the present piece is the last one."""
-        return self._index == len(self._sizes) - 1
-
-    @property
-    def count(self) -> int:
-        """Samples of the present piece."""
-        return self._sizes[self._index]
-
-    @property
-    def piece(self) -> Any:
-        """The present piece."""
-        return self._parts[self._index]
-
-    def advance(self) -> None:
-        """The present piece is done."""
-        self.start += self.count
-        self._index += 1
-
-    def cut(self, failure: OOMFailure) -> None:
-        """The present piece did not fit: cut it, and what is left of the batch, as the policy says."""
-        self.failure = self.failure or failure
-        if self._run.batch_samples is None:
-            raise DataError(
-                f"A {type(self._batch).__name__} batch does not fit into memory, and how many samples it has cannot be "
-                "told. Override VisionTask.batch_size and split_batch."
-            ) from failure.error
-        most = self._smaller(failure)
-        end, rest = self.start + self.count, self.size - self.start - self.count
-        ahead = [*_sizes(end - self.start, most), *_sizes(rest, most)]
-        self._lay_out([*self._sizes[: self._index], *ahead], most)
-
-    def lay_out(self, most: int) -> None:
-        """Begin with pieces of at most so many samples."""
-        self._lay_out(_sizes(self.size, most), most)
-
-    def _lay_out(self, sizes: list[int], most: int) -> None:
-        if sizes != self._sizes:
-            self._parts = self._split(sizes)
-        self._sizes, self.most = sizes, most
-
-    def _split(self, sizes: list[int]) -> list[Any]:
-        try:
-            parts = list(self._run.task.split_batch(self._batch, sizes))
-        except DataError as error:
-            raise DataError(
-                f"A batch of {self.size} samples does not fit into memory and cannot be cut into pieces of {sizes[0]}. "
-                f"Override VisionTask.split_batch. {error}"
-            ) from error
-        if len(parts) != len(sizes):
-            raise DataError(f"split_batch returned {len(parts)} pieces where {len(sizes)} were asked for: {sizes}.")
-        return parts
-
-
-def _sizes(samples: int, most: int) -> list[int]:
-    """So many samples in pieces of `most`, the last one smaller."""
-    return [min(most, samples - start) for start in range(0, samples, most)]
 
 
 def _mean(parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, float] | None:

@@ -115,7 +115,9 @@ class Rewind:
     def look_up(self) -> None:
         """Find the buffers and metrics of the task: when layers may have been exchanged."""
         metrics = metrics_in(self._task)
-        self._slots = [(module._buffers, name) for module in self._task.modules() for name in module._buffers]
+        self._slots: list[tuple[dict[str, Any], str]] = [
+            (module._buffers, name) for module in self._task.modules() for name in module._buffers
+        ]
         self._slots += [(vars(metric), name) for metric in metrics for name in own_states(metric)]
         self._kept: list[tuple[Any, Any]] = [(None, None)] * len(self._slots)
         self._attributes = [(vars(metric), dict[str, Any]()) for metric in metrics]

@@ -24,6 +24,7 @@ from sanctuary_trainer import (
     OutOfMemoryError,
     Run,
     SettingsError,
+    TaskError,
     VisionTask,
 )
 from sanctuary_trainer.callbacks import Checkpoint, OOMFallback
@@ -491,3 +492,56 @@ def test_reentrant_checkpointing_is_refused_before_the_run() -> None:
     task.add_module("model", Model(2, 2))
     with pytest.raises(NotSupportedError, match="reentrant checkpointing \\(model\\)"):
         quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, loader(classes(8), 4))
+
+
+def test_the_ladder_switches_checkpointing_on_before_it_splits(tmp_path: Path) -> None:
+    def arm(task: Bombed) -> None:
+        task.bombs[2].arm("backward", 8, batch_idxs=(1,), times=1)
+
+    settings: dict[str, Any] = {"task": {"dropout": 0.3}}
+    ladder = OOMFallback(ladder=("checkpointing", "pieces"))
+    task, result = found = fit(tmp_path, arm, fallback=ladder, **settings)
+    assert_same(found, fit(tmp_path, **settings))
+    [event] = result.oom_events
+    assert (event.remedy, event.tried, event.piece_size) == ("checkpointing", 16, 16)
+    assert not any("forward" in vars(module) for module in task.modules())  # undone at the end
+
+
+def test_the_ladder_splits_where_checkpointing_is_not_enough(tmp_path: Path) -> None:
+    found = fit(
+        tmp_path,
+        lambda task: task.bombs[2].arm("forward", 4, batch_idxs=(1,)),
+        fallback=OOMFallback(ladder=("checkpointing", "pieces")),
+    )
+    assert_same(found, fit(tmp_path))
+    [event] = found[1].oom_events
+    assert (event.remedy, event.piece_size) == ("pieces", 4)
+
+
+def test_a_ladder_with_nothing_to_checkpoint_is_refused_before_the_run() -> None:
+    with pytest.raises(TaskError, match="checkpoint"):
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback(ladder=("checkpointing",))]).fit(Net(), loader(classes(8), 4))
+
+
+def test_a_ladder_cannot_change_compiled_modules() -> None:
+    with pytest.raises(NotSupportedError, match="compile"):
+        quiet_trainer(max_steps=1, compile=True, callbacks=[OOMFallback(ladder=("checkpointing",))]).fit(
+            Bombed(), bombed_loader(8)
+        )
+
+
+class Shows(Bombed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_image("inputs", batch[1].reshape(1, 1, len(batch[0]), -1).sigmoid())
+        return super().training_step(batch, batch_idx)
+
+
+def test_images_of_a_batch_in_pieces_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sanctuary_trainer.tracking import Tracking
+
+    shown: list[int] = []
+    monkeypatch.setattr(Tracking, "log_images", lambda self, name, images, step, later=False: shown.append(step))
+    task = Shows()
+    task.bombs[2].arm("forward", 2)
+    quiet_trainer(max_steps=3, callbacks=[OOMFallback()], project_dir=tmp_path).fit(task, bombed_loader(24))
+    assert shown == [0, 1, 2]
