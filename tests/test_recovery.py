@@ -519,7 +519,7 @@ def test_the_ladder_splits_where_checkpointing_is_not_enough(tmp_path: Path) -> 
 
 
 def test_a_ladder_with_nothing_to_checkpoint_is_refused_before_the_run() -> None:
-    with pytest.raises(TaskError, match="checkpoint"):
+    with pytest.raises(TaskError, match="finds nothing in Net"):
         quiet_trainer(max_steps=1, callbacks=[OOMFallback(ladder=("checkpointing",))]).fit(Net(), loader(classes(8), 4))
 
 
