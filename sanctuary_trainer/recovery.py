@@ -131,14 +131,32 @@ class Recovery:
         if self._replay is None:
             self._replay = Replay(executor)
             executor.before_step(self._rewinds().take)
-        replay, parts = self._replay, list[tuple[torch.Tensor, float]]()
+        replay, rewind = self._replay, self._rewinds()
+        failed: list[Exception] = []
+        if self._is_new:  # how every batch goes while nothing happens
+            self._images.clear()
+            rewind.taken = False
+            replay.note()
+            try:
+                result: tuple[torch.Tensor, float] | None = inner(batch, batch_idx, size, sync, save=save, **told)
+                replay.over()
+                return result
+            except _CAUGHT as error:
+                if not (is_out_of_memory(error) and rewind.taken):
+                    raise
+                failed.append(error)
+            self._let_go(failed[0])
+        parts: list[tuple[torch.Tensor, float]] = []
 
         def attempt(pieces: Pieces) -> OOMFailure | None:
             piece, count, last = pieces.piece, pieces.count, pieces.at_last
             syncs = sync and last
             more = {**told, "save": save} if last else {}
-            with replay.noted():
+            part, error = None, failed.pop() if failed else None
+            if error is None:
+                replay.note()
                 part, error = self._tried(pieces, partial(inner, piece, batch_idx, count, syncs, **more))
+            replay.over()
             if error is None:
                 parts.extend([] if part is None else [part])
                 pieces.advance()
@@ -221,11 +239,11 @@ class Recovery:
         run = self._run
         samples = run.batch_samples
         pieces = Pieces(run, batch, samples or 1, self._smaller)
-        first = self._piece_size if run.stage == "train" else None
-        if self.piece_sizes or first is not None:
+        self._images.clear()
+        if not self._is_new:
+            first = self._piece_size if run.stage == "train" else None
             known = self._known(batch, pieces.size)
             pieces.lay_out(min(size for size in (known, first, pieces.size) if size is not None))
-        self._images.clear()
         try:
             while not pieces.done:
                 failure = attempt(pieces)
@@ -258,9 +276,18 @@ class Recovery:
                 if not (is_out_of_memory(error) and rewind.taken):
                     raise
                 failed = error
-        release(failed)
-        rewind.put_back()
+        self._let_go(failed)
         return None, failed
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether a batch of this stage begins whole, whatever its shape."""
+        return not self.piece_sizes and (self._piece_size is None or self._run.stage != "train")
+
+    def _let_go(self, failed: Exception) -> None:
+        """An attempt failed: let go of what it holds, and put back what it changed."""
+        release(failed)
+        self._rewinds().put_back()
 
     @contextmanager
     def _drawing(self, pieces: Pieces) -> Iterator[None]:

@@ -49,26 +49,27 @@ class Replay:
         self.parameters: list[nn.Parameter] = []
         self._before: list[tuple[Tensor | None, int]] = []
         self._given: set[int] | None = None
+        self._hooks: list[Any] = []
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Around an attempt: note which parameters it gives a gradient."""
+    def note(self) -> None:
+        """An attempt begins: note how the gradients stand."""
         if self._executor.dispatch is not self._dispatch:
             self._dispatch = self._executor.dispatch
             self.parameters = [p for p in self._dispatch.parameters() if p.requires_grad]
         gradients = [parameter.grad for parameter in self.parameters]
         self._before = [(g, 0 if g is None else g._version) for g in gradients]
         self._given = None
-        hooks = []
         if any(gradient is not None and gradient._is_view() for gradient in gradients):
             # Views of one bucket share a version: it does not tell which of them has changed.
             given = self._given = set()
-            hooks = [p.register_post_accumulate_grad_hook(lambda p: given.add(id(p))) for p in self.parameters]
-        try:
-            yield
-        finally:
-            for hook in hooks:
+            self._hooks = [p.register_post_accumulate_grad_hook(lambda p: given.add(id(p))) for p in self.parameters]
+
+    def over(self) -> None:
+        """The attempt is over."""
+        if self._hooks:
+            for hook in self._hooks:
                 hook.remove()
+            self._hooks = []
 
     @property
     def waits(self) -> bool:
@@ -76,7 +77,7 @@ class Replay:
         return isinstance(self._executor.module, DistributedDataParallel)
 
     def missing(self) -> list[nn.Parameter]:
-        """The trainable parameters, the ride included, that got no gradient since `noted`; then count from now."""
+        """The trainable parameters, the ride included, that got no gradient since `note`."""
         if self._given is not None:
             return [p for p in self.parameters if id(p) not in self._given]
         pairs = zip(self.parameters, self._before, strict=True)

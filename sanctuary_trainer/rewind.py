@@ -38,6 +38,7 @@ class Generators:
         self._device = device
         # random.getstate() makes 625 integers in 12 us; their bytes are read in 1.
         self._peeks = _as_state(_peek(), None) == (*random.getstate()[:2], None)
+        self._numpy: tuple[Any, Any, float | None] = (None, None, None)
         self.take()
 
     def take(self) -> None:
@@ -47,11 +48,12 @@ class Generators:
         bits = _numpy_random.get_bit_generator()
         if isinstance(bits, np.random.MT19937):
             words = ctypes.string_at(bits.ctypes.state_address, 4 * (_WORDS + 1))
-            normal = waiting_normal(bits)
-            self._numpy: tuple[Any, Any, float | None] = (bits, words, normal)
-            _numpy_random.set_bit_generator(bits)  # drops the second of the pair that was drawn to see it
-            if normal is not None:
-                _give_normal(normal)
+            if self._numpy != (bits, words, None):  # else none is waiting: one that waits comes by a draw
+                normal = waiting_normal(bits)
+                self._numpy = (bits, words, normal)
+                _numpy_random.set_bit_generator(bits)  # drops the second of the pair that was drawn to see it
+                if normal is not None:
+                    _give_normal(normal)
         else:
             self._numpy = (bits, np.random.get_state(legacy=False), None)
         self._torch = torch.default_generator.get_state()
