@@ -132,9 +132,9 @@ class Recovery:
             self._replay = Replay(executor)
             executor.before_step(self._rewinds().take)
         replay, rewind = self._replay, self._rewinds()
+        self._images.clear()
         failed: list[Exception] = []
         if self._is_new:  # how every batch goes while nothing happens
-            self._images.clear()
             rewind.taken = False
             replay.note()
             try:
@@ -213,6 +213,7 @@ class Recovery:
         """
         run, rewind = self._run, self._rewinds()
         keeps = run.stage == "predict" or run.callbacks.has("on_evaluation_batch_end")
+        self._images.clear()
         outputs: list[Any] = []
         sizes: list[int] = []
 
@@ -239,7 +240,6 @@ class Recovery:
         run = self._run
         samples = run.batch_samples
         pieces = Pieces(run, batch, samples or 1, self._smaller)
-        self._images.clear()
         if not self._is_new:
             first = self._piece_size if run.stage == "train" else None
             known = self._known(batch, pieces.size)
