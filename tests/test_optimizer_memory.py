@@ -1,19 +1,20 @@
-"""An optimizer's step that runs out of memory: made once more, or all as it was, or an error that says what is lost."""
+"""An optimizer's first step that runs out of memory is made once more, or all is as it was; a later one is an error."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sanctuary_trainer import OutOfMemoryError
+from sanctuary_trainer import OutOfMemoryError, optimizer_memory
 from sanctuary_trainer.optimization import Optimization
-from sanctuary_trainer.optimizer_memory import _Before, step_within_memory
+from sanctuary_trainer.optimizer_memory import step_within_memory
 
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB"
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -25,7 +26,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.1, momentum=0.5),
     "Writing": lambda groups: Writing(groups),
-    "Hidden": lambda groups: Hidden(groups),
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = lambda groups: torch.optim.Muon([p for g in groups for p in g["params"] if p.ndim == 2])
@@ -59,19 +59,7 @@ class Writing(torch.optim.Optimizer):
                 state["step"] += 1
                 state["history"].append(float(p.grad.sum()))
                 state["parts"]["mean"].lerp_(p.grad, 0.5)
-                self.write(p, state["parts"]["mean"] * (group["lr"] / group["count"]))
-
-    def write(self, p: torch.Tensor, update: torch.Tensor) -> None:
-        p.sub_(update)
-
-
-class Hidden(Writing):
-    """Writes where version counters do not show it, and has no state."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
-            p.data.sub_(p.grad * 0.1)
+                p.sub_(state["parts"]["mean"] * (group["lr"] / group["count"]))
 
 
 class Running(torch.utils._python_dispatch.TorchDispatchMode):
@@ -195,7 +183,9 @@ def test_a_first_step_is_made_again_wherever_memory_ran_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_first_step_that_fails_twice_leaves_all_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Before, "spare_memory", lambda self: None)  # as on an accelerator, whose copies lie elsewhere
+    # As on an accelerator, whose copies lie elsewhere.
+    monkeypatch.setattr(optimizer_memory, "_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(optimizer_memory, "peak", lambda device: f"21.0 GiB of 24.0 GiB on {device}")
     for failing in range(1, allocations(name, 1) + 1):
         (net, optimizer), events = build(name), Events()
         gradients(net, 0)
@@ -207,90 +197,53 @@ def test_a_first_step_that_fails_twice_leaves_all_as_it_was(name: str, monkeypat
         assert not optimizer.state
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
         assert "Nothing moved" in str(caught.value)
-        assert "GiB in this process" in str(caught.value)
+        assert "The peak was 21.0 GiB of 24.0 GiB on cuda." in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adafactor", "RMSprop"])
-def test_on_a_cpu_the_second_try_has_the_memory_of_the_copies(name: str) -> None:
-    count = allocations(name, 1)
-    ends = []
-    for second in range(1, count + 1):
-        net, optimizer = build(name)
-        gradients(net, 0)
-        before = everything(net, optimizer)
-        with Running(1, 1 + second), pytest.raises(OutOfMemoryError) as caught:
-            step_within_memory([optimizer], on_event=Events())
-        moved = everything(net) != everything(network())
-        ends.append("are half updated" in str(caught.value))
-        assert ends[-1] or ("Nothing moved" in str(caught.value) and everything(net, optimizer) == before)
-        assert ends[-1] >= moved
-    assert ends[0] is False
-    assert ends == sorted(ends)
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """Each that is made from here on."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    original = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = original(self, *args, **kwargs)
+        made.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return made
 
 
-def ending(optimizer: torch.optim.Optimizer, events: Events, failing: int) -> OutOfMemoryError | None:
-    try:
-        with Running(failing):
-            step_within_memory([optimizer], on_event=events)
-    except OutOfMemoryError as error:
-        return error
-    return None
+def test_on_a_cpu_the_second_try_has_the_memory_of_the_copies(copies: list[weakref.ref[torch.Tensor]]) -> None:
+    net, optimizer = build("AdamW")
+    gradients(net, 0)
+    left = []
+    optimizer.register_step_pre_hook(lambda *_: left.append(sum(copy() is not None for copy in copies)))
+    with Running(15, 30), pytest.raises(OutOfMemoryError, match=r"second try.* may be half updated.*in this process"):
+        step_within_memory([optimizer], on_event=Events())
+    assert left == [6, 0]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_later_step_is_made_again_where_nothing_moved_and_else_ends_with_an_error(name: str) -> None:
-    reference, straight = build(name)
-    for step in range(3):
-        gradients(reference, step)
-        straight.step()
-    ends = set()
-    # Under `Running` version counters show no foreach, as on an accelerator.
-    blind = name in ("AdamW foreach", "AdamW fused", "Hidden")
+def test_a_later_step_is_not_repeated_and_ends_with_an_error(name: str) -> None:
+    tries: list[int] = []
     for failing in range(1, allocations(name, 3) + 1):
         (net, optimizer), events = build(name), Events()
-        with Running():
-            for step in range(2):
-                gradients(net, step)
-                step_within_memory([optimizer], on_event=refuse)
+        for step in range(2):
+            gradients(net, step)
+            step_within_memory([optimizer], on_event=refuse)
         gradients(net, 2)
-        before = everything(net, optimizer)
-        error = ending(optimizer, events, failing)
-        if error is None:
-            assert events == [(TEXT, True)]
-            assert everything(net, optimizer)[0] == everything(reference, straight)[0]
-        else:
-            assert events == [(TEXT, False)]
-            assert isinstance(error.__cause__, torch.OutOfMemoryError)
-            assert f"The weights {'may be' if blind else 'are'} half updated" in str(error)
-            assert 'fit(resume="last")' in str(error)
-            assert blind or everything(net, optimizer) != before
-        ends.add("again" if error is None else "half")
-    # What is allocated before anything is written: decayed gradients, and the sum that Writing notes.
-    can = {"SGD": {"again", "half"}, "Writing": {"again", "half"}, "SGD momentum": set(), "AdamW fused": set()}
-    assert ends == can.get(name, {"half"})
-
-
-def test_a_later_step_that_moved_nothing_is_put_back_also_after_a_second_failure() -> None:
-    net, optimizer = build("SGD momentum")
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.1  # the first thing that a step allocates
-    for step in range(2):
-        gradients(net, step)
-        step_within_memory([optimizer], on_event=refuse)
-    before = everything(net, optimizer)
-    with Running(1, 2), pytest.raises(OutOfMemoryError, match="Nothing moved"):
-        step_within_memory([optimizer], on_event=Events())
-    assert everything(net, optimizer) == before
-
-
-def test_putting_back_is_not_taken_for_the_optimizers_writing() -> None:
-    net, optimizer = build("Hidden")
-    gradients(net, 0)
-    with Running(2):
-        step_within_memory([optimizer], on_event=Events())
-    gradients(net, 1)
-    with Running(2), pytest.raises(OutOfMemoryError, match="may be half updated"):
-        step_within_memory([optimizer], on_event=Events())
+        tries.clear()
+        optimizer.register_step_pre_hook(lambda *_: tries.append(1))
+        with Running(failing), pytest.raises(OutOfMemoryError, match="may be half updated") as caught:
+            step_within_memory([optimizer], on_event=events)
+        assert tries == [1]
+        assert events == [(TEXT, False)]
+        assert 'fit(resume="last")' in str(caught.value)
+        assert "GiB in this process" in str(caught.value)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert not any(group.get("foreach") is False for group in optimizer.param_groups)
 
 
 def test_optimizers_that_have_stepped_are_not_stepped_again() -> None:
@@ -314,58 +267,70 @@ def test_optimizers_that_have_stepped_are_not_stepped_again() -> None:
     assert [p.tolist() for p in net.parameters()] == [p.tolist() for p in reference.parameters()]
 
 
-def test_parameters_that_thaw_later_have_a_first_step_of_their_own() -> None:
-    (net, optimizer), (reference, straight) = build("AdamW"), build("AdamW")
+def test_the_first_step_after_parameters_were_added_is_made_again() -> None:
+    (net, ours), (reference, straight) = (build_in_two() for _ in range(2))
     for step in range(2):
-        for module, each in ((net, optimizer), (reference, straight)):
+        for module, optimizer in ((net, ours), (reference, straight)):
             gradients(module, step)
-            if step == 0:
-                module[0].weight.grad = None
-            if each is straight:
-                straight.step()
-            elif step == 0:
-                step_within_memory([optimizer], on_event=refuse)
-            else:
-                with Running(15):  # some have moved by then
-                    step_within_memory([optimizer], on_event=Events())
-    assert without_foreach(everything(net, optimizer)) == without_foreach(everything(reference, straight))
+            if step == 1:
+                optimizer.add_param_group({"params": list(module.parameters())[3:], "lr": 0.05})
+        with Running(*[14] * step):  # the first ones have moved by then
+            step_within_memory([ours], on_event=Events() if step else refuse)
+        straight.step()
+    assert without_foreach(everything(net, ours)) == without_foreach(everything(reference, straight))
 
 
-def test_copies_are_kept_for_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = []
-    original = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **k: copies.append(1) or original(self, *a, **k))
-    for name in ("AdamW", "SGD", "SGD momentum", "Writing"):
-        net, optimizer = build(name)
-        counts = []
-        for step in range(3):
-            copies.clear()
-            gradients(net, step)
-            net[0].bias.grad = None  # type: ignore[union-attr]
-            step_within_memory([optimizer], on_event=refuse)
-            counts.append(len(copies))
-        assert counts == [5, 0, 0], name
+def build_in_two() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The second half of the parameters is added later."""
+    net = network()
+    return net, torch.optim.AdamW(list(net.parameters())[:3], lr=0.1)
+
+
+def test_what_a_first_step_finds_loaded_is_put_back() -> None:
+    (net, straight), (other, ours) = build("RMSprop"), build("RMSprop")
+    for step in range(2):
+        gradients(net, step)
+        straight.step()
+    other.load_state_dict(net.state_dict())
+    ours.load_state_dict(deepcopy(straight.state_dict()))
+    for module in (net, other):
+        gradients(module, 2)
+    with Running(allocations("RMSprop", 3)):
+        step_within_memory([ours], on_event=Events())
+    straight.step()
+    assert without_foreach(everything(other, ours)) == without_foreach(everything(net, straight))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD momentum", "Writing"])
+def test_copies_are_made_for_the_first_step_alone(name: str, copies: list[weakref.ref[torch.Tensor]]) -> None:
+    net, optimizer = build(name)
+    counts = []
+    for step in range(3):
+        copies.clear()
+        gradients(net, step)
+        net[0].bias.grad = None  # type: ignore[union-attr]
+        step_within_memory([optimizer], on_event=refuse)
+        assert not any(copy() is not None for copy in copies)
+        counts.append(len(copies))
+    assert counts == [5, 0, 0]
 
 
 def test_copies_that_do_not_fit_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any, **__: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")
 
-    (net, optimizer), (other, straight) = build("SGD"), build("SGD")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", none)
-        for failing in ((), (1,)):  # nothing has moved at the first allocation, and by now that is known
-            gradients(net, len(failing))
-            with Running(*failing):
-                step_within_memory([optimizer], on_event=Events())
-            gradients(other, len(failing))
-            straight.step()
-        assert everything(net)[0] == everything(other)[0]
-        for name, what in (("AdamW", None), ("Writing", "may be half updated"), ("AdamW fused", "may be half updated")):
-            new, unknown = build(name)
-            gradients(new, 0)
-            error = ending(unknown, Events(), failing=2)  # the first moment of the first parameter
-            assert what in str(error) if what else error is None
+    monkeypatch.setattr(torch.Tensor, "to", none)
+    (net, optimizer), (other, straight) = build("AdamW"), build("AdamW")
+    for module in (net, other):
+        gradients(module, 0)
+    step_within_memory([optimizer], on_event=refuse)
+    straight.step()
+    assert everything(net, optimizer) == everything(other, straight)
+    (net, optimizer), events = build("AdamW"), Events()
+    gradients(net, 0)
+    with Running(2), pytest.raises(OutOfMemoryError, match=r"nor did copies.* may be half updated"):
+        step_within_memory([optimizer], on_event=events)
+    assert events == [(TEXT, False)]
 
 
 def test_another_error_in_a_step_goes_through_at_once() -> None:
@@ -417,17 +382,6 @@ def test_timms_lookahead_is_put_back_with_the_optimizer_inside_it() -> None:
         straight.step()
     assert without_foreach(everything(nets[0], ours)) == without_foreach(everything(nets[1], straight))
     assert ours.param_groups[0]["lookahead_step"] == 4
-
-
-def test_state_made_in_inference_mode_is_no_obstacle() -> None:
-    net, optimizer = build("AdamW")
-    gradients(net, 0)
-    step_within_memory([optimizer], on_event=refuse)
-    with torch.inference_mode():
-        optimizer.state[net[0].weight]["note"] = torch.ones(2)
-    gradients(net, 1)
-    step_within_memory([optimizer], on_event=refuse)
-    assert optimizer.state[net[0].weight]["step"] == 2
 
 
 @pytest.mark.parametrize("scaled", [False, True])
