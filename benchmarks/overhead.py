@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sanctuary_trainer import Run, Trainer, VisionTask  # noqa: E402
+from sanctuary_trainer.callbacks import OOMFallback  # noqa: E402
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 WARM = 3  # epochs at the start that are not counted
@@ -275,6 +277,44 @@ def defaults_row(rounds: int, batches: int = 200) -> Pairs:
             reader.terminate()
             reader.wait()
             os.close(shown)
+
+
+class TurnTask(Task):
+    """Trains in a thread of its own, one epoch each time that it is given its turn."""
+
+    def __init__(self, model: nn.Module, batches: int) -> None:
+        super().__init__(model, batches, lambda: None)
+        self.turn, self.over = threading.Semaphore(0), threading.Semaphore(0)
+
+    def on_train_epoch_start(self, run: Run) -> None:
+        self.turn.acquire()
+
+    def on_train_epoch_end(self, run: Run) -> None:
+        self.over.release()
+
+    def epoch(self) -> None:
+        """Let it train for an epoch, and wait for its end."""
+        self.turn.release()
+        if not self.over.acquire(timeout=600):
+            raise RuntimeError("the fit that was to train beside this one has ended")
+
+
+def oom_row(rounds: int, batches: int = 200) -> Pairs:
+    """An OOMFallback that has nothing to do, beside the same fit without one: both are ours, with TensorBoard.
+
+    Without the bar, of which a process shows one: it would cost both the same.
+    """
+    without = TurnTask(mlp(), batches)
+
+    def train(task: Task, callbacks: list[Any]) -> Pairs:
+        loader = DataLoader(vectors(batches), batch_size=32, shuffle=True)
+        return fit(task, loader, rounds, log_with="tensorboard", callbacks=callbacks)
+
+    beside = threading.Thread(target=train, args=(without, []), daemon=True)
+    beside.start()
+    pairs = train(Task(mlp(), batches, without.epoch), [OOMFallback()])
+    beside.join()
+    return pairs
 
 
 def metric_row(rounds: int, batches: int = 200) -> Pairs:
@@ -576,6 +616,7 @@ class Row:
 ROWS = {
     "bare": Row("bare fit", bare_row, 1.08, 1.03),
     "defaults": Row("TensorBoard, bar, loss recorded", defaults_row, 1.10, 1.05),
+    "oom": Row("OOMFallback, beside a fit without", oom_row, None, 1.02),
     "metric": Row("with a torchmetrics accuracy", metric_row, 1.08, 1.03),
     "accumulation": Row("accumulation of 4 batches", accumulation_row, 1.08),
     "ranks": Row("two gloo ranks, beside DDP", ranks_row, 1.10, 1.04, 0.5, ranks=2),
