@@ -276,16 +276,16 @@ def _ids(parts: Iterable[_Part]) -> set[int]:
 
 
 def _told(parts: Sequence[_Part]) -> str:
-    """What is switched on, in the order in which it stands in the task."""
+    """What is switched on, in the order in which it is."""
     told: Counter[tuple[str, str]] = Counter()
     for part in parts:
-        where = part.name if part.kind != "block" else part.name.partition(".")[0]
+        blocks = [part.module] if part.kind == "block" else _layers_of_transformers(part.module)
         if part.kind == "on already":
             told[f"on already in {part.name}", ""] += 1
-        elif part.kind == "timm":
-            told[f"timm's switch in {part.name} ({type(part.module).__name__})", ""] += 1
+        elif part.kind == "timm" or not blocks:
+            told[f"the switch of {part.kind} in {part.name} ({type(part.module).__name__})", ""] += 1
         else:
-            blocks = [part.module] if part.kind == "block" else _layers_of_transformers(part.module)
+            where = part.name.partition(".")[0] if part.kind == "block" else part.name
             told.update((type(block).__name__, where) for block in blocks)
     return ", ".join(
         f"{number} block{'s' if number > 1 else ''} ({what}) in {where}" if where else what
@@ -294,7 +294,6 @@ def _told(parts: Sequence[_Part]) -> str:
 
 
 def _layers_of_transformers(model: nn.Module) -> list[nn.Module]:
-    """The modules with a flag that says whether they checkpoint: layers, in older versions encoders."""
-    flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    layers = [m for m in flagged if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]
-    return layers or [module for module in flagged if not hasattr(module, "config_class")] or flagged
+    """The layers that checkpoint by themselves; in older versions their encoder does it, and there are none."""
+    layers = "GradientCheckpointingLayer"
+    return [module for module in model.modules() if any(base.__name__ == layers for base in type(module).__mro__)]

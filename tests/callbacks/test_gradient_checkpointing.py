@@ -825,7 +825,7 @@ def test_a_vit_of_timm_uses_its_own_switch_without_reentrance(timm: Any) -> None
         assert layers.use_reentrant_ckpt()
         assert not task.model.grad_checkpointing
         callback = GradientCheckpointing()
-        assert callback.switch_on(task) == "timm's switch in model (VisionTransformer)"
+        assert callback.switch_on(task) == "the switch of timm in model (VisionTransformer)"
         assert task.model.grad_checkpointing and not layers.use_reentrant_ckpt()
         callback.switch_off(task)
         task.model.set_grad_checkpointing(True)
@@ -865,7 +865,7 @@ def test_models_of_different_kinds_in_one_task() -> None:
     task = Images(All())
     assert GradientCheckpointing().find(task) == (
         "3 blocks (ViTLayer) in model.models.0, 3 blocks (ViTLayer) in model.models.1, "
-        "timm's switch in model.models.2 (VisionTransformer), 2 blocks (Block) in model"
+        "the switch of timm in model.models.2 (VisionTransformer), 2 blocks (Block) in model"
     )
 
 
