@@ -123,9 +123,7 @@ class OOMFallback(Callback):
 
     def _warn_of_batch_norm(self, run: Run) -> None:
         norms = [
-            name
-            for name, module in run.task.named_modules()
-            if isinstance(module, BATCH_NORMS) and module.training
+            name for name, module in run.task.named_modules() if isinstance(module, BATCH_NORMS) and module.training
         ]
         if norms and not self._warned:
             self._warned = True
