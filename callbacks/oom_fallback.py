@@ -2,7 +2,7 @@
 
     setup               run.call_step and, in a fit, run.execute are wrapped; what cannot work is refused
     a batch fails       the next remedy of the ladder: run.recovery does it and remembers the size by shape
-    afterwards          one message, one warning of batch norm, memory/oom_events and memory/piece_size in the trackers
+    afterwards          one message, memory/oom_events and memory/piece_size in the trackers
 
 The mechanism is the core's (`run.recovery`); what is decided here is how far it goes. Each rank decides for itself.
 """
@@ -10,7 +10,6 @@ The mechanism is the core's (`run.recovery`); what is decided here is how far it
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from sanctuary_trainer import OOMEvent, OOMFailure, Run
 
 REMEDIES = ("checkpointing", "pieces")
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class OOMFallback(Callback):
@@ -37,7 +35,8 @@ class OOMFallback(Callback):
 
     Args:
         piece_size: samples of a piece of training to begin with; None: the whole batch.
-        ladder: what is tried, in order: "pieces"; "checkpointing" switches gradient checkpointing on.
+        ladder: what is tried, in order: "pieces"; "checkpointing", or a `GradientCheckpointing(layers)` of your own,
+            switches gradient checkpointing on.
 
     Raises:
         SettingsError: an argument is wrong, or there is nothing to checkpoint.
@@ -46,36 +45,40 @@ class OOMFallback(Callback):
         DataError: the batch cannot be split: `VisionTask.split_batch` may be overridden.
     """
 
-    def __init__(self, piece_size: int | None = None, ladder: Sequence[str] = ("pieces",)) -> None:
+    def __init__(
+        self, piece_size: int | None = None, ladder: Sequence[str | GradientCheckpointing] = ("pieces",)
+    ) -> None:
         wrong = isinstance(piece_size, bool) or not isinstance(piece_size, int | None)
         if wrong or (piece_size is not None and piece_size < 1):
             raise SettingsError(
                 f"OOMFallback got piece_size={piece_size!r}; a whole number of at least 1 was expected."
             )
-        steps = [ladder] if isinstance(ladder, str) else list(ladder)
+        given = [ladder] if isinstance(ladder, str | GradientCheckpointing) else list(ladder)
+        steps = ["checkpointing" if isinstance(step, GradientCheckpointing) else step for step in given]
         if not steps or len(set(steps)) < len(steps) or any(step not in REMEDIES for step in steps):
             raise SettingsError(
                 f"OOMFallback got ladder={ladder!r}; one or both of {', '.join(map(repr, REMEDIES))} were expected."
             )
         self.piece_size, self.ladder = piece_size, tuple(steps)
+        own = [step for step in given if isinstance(step, GradientCheckpointing)]
+        self._checkpointing = own[0] if own else GradientCheckpointing()
+        self._checkpoints = False  # whether it is in the ladder and not on from the start
 
     def setup(self, run: Run) -> None:
-        self._warned = False
-        self._checkpointing = GradientCheckpointing()
         run.recovery.use(partial(self._smaller, run), piece_size=self.piece_size, on_event=partial(self._tell, run))
         run.call_step = partial(run.recovery.call_step, run.call_step)
         if run.verb == "fit":
             _refuse(run)
-            if "checkpointing" in self.ladder:
+            from_start = any(isinstance(callback, GradientCheckpointing) for callback in run.callbacks)
+            self._checkpoints = "checkpointing" in self.ladder and not from_start
+            if self._checkpoints:
                 self._check_ladder(run)
 
     def on_fit_start(self, run: Run) -> None:
         run.execute = partial(run.recovery.execute, run.execute)
         run.recovery.guard_optimizers()
-        if "checkpointing" in self.ladder and "checkpointing" in run.recovery.remedies:
+        if self._checkpoints and "checkpointing" in run.recovery.learned.remedies:
             self._checkpointing.switch_on(run.task)  # as it was at the checkpoint
-        if self.piece_size is not None:
-            self._warn_of_batch_norm(run)
 
     def on_train_epoch_start(self, run: Run) -> None:
         run.recovery.look_up()
@@ -84,34 +87,31 @@ class OOMFallback(Callback):
         run.recovery.look_up()
 
     def teardown(self, run: Run) -> None:
-        if self._checkpointing.on:
+        if self._checkpoints and self._checkpointing.on:
             self._checkpointing.switch_off(run.task)
 
     def _smaller(self, run: Run, failure: OOMFailure) -> int:
         """The next remedy: how many samples a piece has from now on."""
+        may_checkpoint = self._checkpoints and failure.stage == "train" and not self._checkpointing.on
         for remedy in self.ladder:
-            if remedy == "checkpointing" and failure.stage == "train" and not self._checkpointing.on:
-                run.message(self._checkpointing.switch_on(run.task), every_rank=True)
-                run.recovery.remedies.append(remedy)
+            if remedy == "checkpointing" and may_checkpoint:
+                what = self._checkpointing.switch_on(run.task)
+                run.message(f"Out of memory: gradient checkpointing is on from now on: {what}.", every_rank=True)
+                run.recovery.learned.remedies.append(remedy)
                 return failure.tried
             if remedy == "pieces" and failure.tried > 1:
-                if failure.stage == "train":
-                    self._warn_of_batch_norm(run)
                 return -(-failure.tried // 2)
         return run.recovery.too_large(failure)
 
     def _tell(self, run: Run, event: OOMEvent) -> None:
         where = f"Rank {event.rank} ran" if run.world_size > 1 else "Ran"
-        what = f" with {event.tried} samples" if event.tried else ""
-        now = {
-            "pieces": f"Such batches run in pieces of {event.piece_size} now; the update stays the whole batch's.",
-            "checkpointing": "Gradient checkpointing is on from now on.",
-        }.get(event.remedy, f"It was made again with {event.remedy}, which takes less.")
-        run.message(
-            f"{where} out of memory in the {event.phase} of {event.stage}{what}, after {event.step} steps. {now} "
-            f"({event.reason})",
-            every_rank=True,
-        )
+        if event.phase == "optimizer":
+            text = "in the optimizer's step, which was made again with less memory."
+        else:
+            text = f"in {event.stage}, {event.phase} of {event.tried} samples."
+            if event.remedy == "pieces":
+                text += f" Such batches run in pieces of {event.piece_size} from now on."
+        run.message(f"{where} out of memory after {event.step} steps {text} {event.reason}", every_rank=True)
 
     def _check_ladder(self, run: Run) -> None:
         if run.settings["compile"]:
@@ -120,20 +120,6 @@ class OOMFallback(Callback):
                 "GradientCheckpointing, which is on from the start, or leave out compile."
             )
         self._checkpointing.find(run.task)
-
-    def _warn_of_batch_norm(self, run: Run) -> None:
-        norms = [
-            name for name, module in run.task.named_modules() if isinstance(module, BATCH_NORMS) and module.training
-        ]
-        if norms and not self._warned:
-            self._warned = True
-            more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-            warnings.warn(
-                f"Batches run in pieces, and batch norm ({norms[0]}{more}) normalises by the piece and updates its "
-                "statistics once for each: the result is not the whole batch's. Freeze batch norm in eval mode, use "
-                "group norm, or avoid pieces with OOMFallback(ladder=('checkpointing', 'pieces')).",
-                stacklevel=2,
-            )
 
 
 def _refuse(run: Run) -> None:

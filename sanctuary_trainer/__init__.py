@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         SettingsError,
         TaskError,
     )
+    from sanctuary_trainer.learned import OOMEvent
     from sanctuary_trainer.loops.predict import load_predictions
     from sanctuary_trainer.pieces import OOMFailure
-    from sanctuary_trainer.recovery import OOMEvent
     from sanctuary_trainer.run import Run
     from sanctuary_trainer.state import RunState
     from sanctuary_trainer.task import VisionTask
@@ -70,9 +70,9 @@ _ROOMS = {
         "SettingsError",
         "TaskError",
     ),
+    "learned": ("OOMEvent",),
     "loops.predict": ("load_predictions",),
     "pieces": ("OOMFailure",),
-    "recovery": ("OOMEvent",),
     "run": ("Run",),
     "state": ("RunState",),
     "task": ("VisionTask",),

@@ -90,12 +90,12 @@ def _split(node: Any, sizes: list[int], total: int) -> list[Any]:
     return [_rebuild(node, [piece[i] for piece in pieces]) for i in range(len(sizes))]
 
 
-def join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join(pieces: Sequence[Any], sizes: Sequence[int], *, per_sample: bool = False) -> Any:
     """Make what a step returned for consecutive pieces of a batch what it would have returned for the whole.
 
     What is batched is concatenated: tensors and arrays (size, ...), and lists and tuples of one element per sample. A
-    mean over the samples (0-d floating tensors, floats) becomes the mean over all. Other leaves must be equal in all
-    pieces. One piece is returned as it is, the same object.
+    mean over the samples (0-d floating tensors, floats) becomes the mean over all; whole numbers may be counts and are
+    refused. Other leaves must be equal in all pieces. One piece is returned as it is, the same object.
 
     A list with as many elements as its piece has samples is fields only where it holds no samples (see the head) and
     every element has that many samples; a list of one element, from a piece of one sample, holds that sample. A tuple
@@ -104,14 +104,15 @@ def join(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     Args:
         pieces: what the step returned for each piece, all of one structure.
         sizes: samples of each piece.
+        per_sample: there is one item per sample, so that a list as long as its piece holds samples.
 
     Raises:
         DataError: the pieces differ in what is neither batched nor a mean, or in more than their first dimension.
     """
-    return pieces[0] if len(pieces) == 1 else _join(list(pieces), list(sizes))
+    return pieces[0] if len(pieces) == 1 else _join(list(pieces), list(sizes), per_sample)
 
 
-def _join(nodes: list[Any], sizes: list[int]) -> Any:
+def _join(nodes: list[Any], sizes: list[int], per_sample: bool) -> Any:
     first = nodes[0]
     for node in nodes:
         if isinstance(node, PackedSequence) or (isinstance(node, torch.Tensor) and node.is_nested):
@@ -124,12 +125,15 @@ def _join(nodes: list[Any], sizes: list[int]) -> Any:
         return first if all(node is first for node in nodes) else _mean(nodes, sizes)
     fields = _fields(first)
     if fields is None:
+        if _is_number(first):
+            raise _not_joined("whole numbers", nodes)
         if all(_equal(node, first) for node in nodes):
             return first
         raise _not_joined("values", nodes)
     if any(type(node) is not type(first) for node in nodes):
         raise _not_joined("several types", [type(node) for node in nodes])
-    if _hold_samples_of(nodes, sizes):
+    as_long = all(isinstance(n, list) and len(n) == size for n, size in zip(nodes, sizes, strict=True))
+    if (per_sample and as_long) or _hold_samples_of(nodes, sizes):
         return _rebuild(first, [element for node in nodes for element in node])
     if isinstance(first, Mapping):
         if any(node.keys() != first.keys() for node in nodes):
@@ -140,7 +144,7 @@ def _join(nodes: list[Any], sizes: list[int]) -> Any:
         if len({len(row) for row in rows}) > 1:
             raise _not_joined("several lengths", nodes)
         columns = [list(column) for column in zip(*rows, strict=True)]
-    return _rebuild(first, [_join(column, sizes) for column in columns])
+    return _rebuild(first, [_join(column, sizes, per_sample) for column in columns])
 
 
 def _are_batched(nodes: list[Any], sizes: list[int]) -> bool:

@@ -40,7 +40,8 @@ class Dispatch(nn.Module):
         self.trainable = trainable
         self.in_order: list[nn.Parameter] | None = None  # in which order they get gradients of zeros, if it matters
         self.joins = joins
-        self.before_step: Callable[[], None] | None = None  # called when DDP has sent what it sends before a forward
+        # Called with a step instead of it, when DDP has sent what it sends before a forward.
+        self.around_step: Callable[[Callable[[], Any]], Any] | None = None
         if rides:
             # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
             kind = torch.float64 if trainable[0].dtype == torch.float64 else torch.float32
@@ -67,9 +68,9 @@ class Dispatch(nn.Module):
             scaled loss, the ride's term, the loss as the user returned it (detached), its weight. Without a step, or
             when the batch is left out, the user's loss is None and the weight is 0.
         """
-        if self.before_step is not None and step is not None:
-            self.before_step()
-        loss, weight = (None, 0.0) if step is None else read_output(step(), size)
+        loss, weight = None, 0.0
+        if step is not None:
+            loss, weight = read_output(step() if self.around_step is None else self.around_step(step), size)
         scaled: torch.Tensor | None = None
         if loss is not None:
             divisor = share / weight

@@ -69,7 +69,7 @@ class SlicedDraws(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, total: int, start: int, size: int, seen: dict[Any, set[tuple[int, int]]] | None = None) -> None:
+    def __init__(self, total: int, start: int, size: int, seen: dict[str, set[tuple[int, int]]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if start < 0 or size < 1 or start + size > total:
             raise ValueError(f"Samples {start} to {start + size} are no piece of a batch of {total}.")
@@ -114,7 +114,7 @@ class SlicedDraws(TorchDispatchMode):
         if not shape:
             return False
         first = shape[0]
-        met = self._seen.setdefault((func, *shape[1:]), set())
+        met = self._seen.setdefault(f"{func} {tuple(shape[1:])}", set())
         met.add((self._size, first))
         grows = any(first * size == other * self._size for size, other in met if size != self._size)
         stays = any(first == other for size, other in met if size != self._size)

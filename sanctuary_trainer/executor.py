@@ -84,14 +84,15 @@ class Executor:
         self.entered = False  # whether a forward of this window has begun
         self.has_synced = True  # whether DDP has been given a gradient for every parameter of this window
         self.in_backward = False  # also after an error in it
-        self._before_step: Callable[[], None] | None = None
+        self.aside: Callable[[Callable[[], Any], int], Any] | None = None  # makes the gradients of a batch elsewhere
+        self._around_step: Callable[[Callable[[], Any]], Any] | None = None
         self.in_sync = False  # while True the collectives of a backward are under way and nobody can join with zeros
         self._wrap()
 
     def _wrap(self) -> None:
         several = self._several
         self.dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
-        self.dispatch.before_step = self._before_step
+        self.dispatch.around_step = self._around_step
         self.module = self.devices.wrap(self.dispatch)
         # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
         self._forward = self.module if several else self.module.forward
@@ -185,6 +186,9 @@ class Executor:
             The loss as the user returned it (detached) and its weight; None when the step left the batch out.
         """
         step = None if join else partial(self.task.training_step, batch, batch_idx)
+        if self.aside is not None and step is not None:
+            aside: tuple[torch.Tensor, float] | None = self.aside(step, size)
+            return aside
         carried = NOTHING
         self._save = save
         if sync and self._several:
@@ -203,10 +207,14 @@ class Executor:
                 scaled = self.scaled_up(scaled)
                 self.in_backward, self.in_sync = True, sync
                 with self.noting_order(sync):
-                    if ride is None:
-                        scaled.backward()
-                    else:  # beside the scaled loss and not in it: the counts must not overflow
+                    if ride is not None and self.module.find_unused_parameters:  # whose outputs are one node of DDP's
                         torch.autograd.backward((scaled, ride))
+                    else:
+                        scaled.backward()
+                        if ride is not None:
+                            # Beside the loss, since counts must not overflow; after it, since DDP ends with its last
+                            # gradient: an error at the other end of the graph would leave it unfinished for ever.
+                            ride.backward()
                 self.in_backward = self.in_sync = False
         self.settle(weight, sync)
         return None if loss is None else (loss, weight)
@@ -222,9 +230,9 @@ class Executor:
             self.has_synced = True
             self._check_gradients()
 
-    def before_step(self, call: Callable[[], None] | None) -> None:
-        """Let `call` be called right before each training_step, when DDP has sent what it sends before a forward."""
-        self._before_step = self.dispatch.before_step = call
+    def around_step(self, call: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """Let `call(step)` run each training_step, when DDP has sent what it sends before a forward."""
+        self._around_step = self.dispatch.around_step = call
 
     def noting_order(self, sync: bool) -> AbstractContextManager[None]:
         """Around the backward of a first sync: note in which order the parameters get their gradients."""

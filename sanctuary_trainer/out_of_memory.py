@@ -30,6 +30,7 @@ _TEXTS = tuple(
     for text in (
         # The caching allocators of CUDA, HIP, XPU and NPU, a full stop after it; MPS goes on in parentheses.
         r"[A-Z]{2,8}(?: backend)? out of memory(?=$|[.:,]| \()",
+        r"Triton Error \[\w+\]: .*out of memory",  # of a compiled kernel
         r"CUDA ran out of memory outside PyTorch's allocator",  # torch, where cuDNN compiles kernels
         # The runtime and the driver themselves, whose text for code 2 it is.
         r"(?:CUDA|HIP)(?: driver)? error: out of memory$",
@@ -89,6 +90,9 @@ def release(error: BaseException) -> None:
             each.add_note(_place(each))
             traceback.clear_frames(each.__traceback__)
             each.__traceback__ = None
+    # Of a backward that broke off on the CPU, what was to run next lies in this thread's queue until the next one.
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).square().backward()
     gc.collect()
     with suppress(RuntimeError):  # a device without memory fails here too, and then there is nothing more to be had
         if (accelerator := torch.accelerator.current_accelerator()) is not None:

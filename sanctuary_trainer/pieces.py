@@ -106,5 +106,10 @@ class Pieces:
 
 
 def _sizes(samples: int, most: int) -> list[int]:
-    """So many samples in pieces of `most`, the last one smaller."""
-    return [min(most, samples - start) for start in range(0, samples, most)]
+    """So many samples in as few pieces of at most `most` as there can be, as equal as can be: the larger ones first.
+
+    A last piece of one sample would be more than batch norm can bear.
+    """
+    pieces = -(-samples // most)
+    size, larger = divmod(samples, pieces) if pieces else (0, 0)
+    return [size + (number < larger) for number in range(pieces)]

@@ -19,17 +19,19 @@ normalises by the piece, and a loss that is no mean over samples (contrastive) s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from sanctuary_trainer.batch import join, map_tensors
+from sanctuary_trainer.batch import join, map_tensors, to_samples
 from sanctuary_trainer.draws import SlicedDraws
-from sanctuary_trainer.errors import OutOfMemoryError
+from sanctuary_trainer.errors import DataError, OutOfMemoryError
+from sanctuary_trainer.learned import Learned, OOMEvent
 from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release
 from sanctuary_trainer.pieces import OOMFailure, Pieces, Smaller
 from sanctuary_trainer.replay import Replay
@@ -39,52 +41,27 @@ if TYPE_CHECKING:
     from sanctuary_trainer.run import Run
 
 _CAUGHT = (RuntimeError, MemoryError, OSError)
-LONGEST_SHAPE = 200  # characters: a batch of images of many sizes has as many shapes
 
 
-class OOMEvent(NamedTuple):
-    """A batch that did not fit into memory.
-
-    Attributes:
-        rank: where.
-        step: the steps that were done before it.
-        stage: "train", "sanity", "val", "test" or "predict".
-        phase: "forward", "backward" or "optimizer".
-        tried: samples of the first piece that did not fit.
-        piece_size: samples of the pieces that did.
-        remedy: "pieces", "checkpointing", or for the optimizer "foreach=False".
-        reason: the error's first line.
-    """
-
-    rank: int
-    step: int
-    stage: str
-    phase: str
-    tried: int
-    piece_size: int
-    remedy: str
-    reason: str
+class _Drawn(Exception):
+    """A piece drew random numbers, and they are not the whole batch's."""
 
 
 class Recovery:
     """Runs batches in pieces; remembers what did not fit, on this rank.
 
-    Attributes:
-        events: what has happened so far.
-        piece_sizes: stage and shape of a sample -> samples of a piece, bytes of a sample.
-        remedies: what a policy has switched on for good; a continued run begins with it.
+    `learned`: what this rank knows of what fits, and what has happened; a checkpoint keeps it.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.use(self.too_large)
-        self.events: list[OOMEvent] = []
-        self.piece_sizes: dict[str, tuple[int, float]] = {}
-        self.remedies: list[str] = []
-        self._draws: dict[str, bool] = {}  # stage -> whether its steps draw
+        self.learned = Learned(run.device)
+        self._warned: set[str] = set()
         self._rewind: Rewind | None = None
         self._replay: Replay | None = None
         self._images: set[str] = set()
+        self._watches = False  # whether a piece that draws has to be made again
         self._repeats = False  # whether a part of the batch has been tried already
 
     def use(
@@ -99,10 +76,15 @@ class Recovery:
         """
         self._smaller, self._piece_size, self._on_event = smaller, piece_size, on_event
 
+    def close(self) -> None:
+        """The run is over: let go of the executor and of what was noted."""
+        if self._replay is not None and self._run.executor is not None:
+            self._run.executor.around_step(None)
+        self._replay = self._rewind = None
+
     def look_up(self) -> None:
         """An epoch or an evaluation begins, to which other layers may have come."""
-        if self._rewind is not None:
-            self._rewind.look_up()
+        self._rewind = None
 
     def execute(
         self,
@@ -130,19 +112,20 @@ class Recovery:
         assert executor is not None
         if self._replay is None:
             self._replay = Replay(executor)
-            executor.before_step(self._rewinds().take)
+            executor.around_step(self._step)
         replay, rewind = self._replay, self._rewinds()
         self._images.clear()
         failed: list[Exception] = []
-        if self._is_new:  # how every batch goes while nothing happens
+        if self._begins_whole:  # how every batch goes while nothing happens
             rewind.taken = False
             replay.note()
             try:
                 result: tuple[torch.Tensor, float] | None = inner(batch, batch_idx, size, sync, save=save, **told)
-                replay.over()
+                replay.forget()
                 return result
             except _CAUGHT as error:
-                if not (is_out_of_memory(error) and rewind.taken):
+                if not self._may_repeat(error):
+                    replay.forget()
                     raise
                 failed.append(error)
             self._let_go(failed[0])
@@ -156,45 +139,57 @@ class Recovery:
             if error is None:
                 replay.note()
                 part, error = self._tried(pieces, partial(inner, piece, batch_idx, count, syncs, **more))
-            replay.over()
             if error is None:
+                replay.forget()
                 parts.extend([] if part is None else [part])
                 pieces.advance()
                 return None
             in_backward = replay.broke_off()
+            if isinstance(error, _Drawn):
+                return None
             failure = OOMFailure(self._run.stage, "backward" if in_backward else "forward", count, error)
             # Once DDP waits for gradients, it takes them from one backward alone.
             missing = replay.missing()
+            replay.unhook()
             if not in_backward or (len(missing) == len(replay.parameters) and not (syncs and replay.waits)):
                 return failure
-            parts.extend(self._complete(pieces, batch_idx, missing, syncs, failure))
+            parts.extend(self._complete(inner, pieces, batch_idx, missing, syncs, failure))
             return None
 
         self._walk(batch, attempt)
+        replay.forget()
         return _mean(parts)
 
     def _complete(
-        self, pieces: Pieces, batch_idx: int, missing: Sequence[nn.Parameter], syncs: bool, failure: OOMFailure
+        self,
+        inner: Callable[..., Any],
+        pieces: Pieces,
+        batch_idx: int,
+        missing: Sequence[nn.Parameter],
+        syncs: bool,
+        failure: OOMFailure,
     ) -> list[tuple[torch.Tensor, float]]:
         """After a backward that broke off: this piece's missing gradients from smaller ones, handed over as one."""
-        replay, task = self._replay, self._run.task
-        assert replay is not None
+        replay, executor = self._replay, self._run.executor
+        assert replay is not None and executor is not None
         parts: list[tuple[torch.Tensor, float]] = []
         sums: list[torch.Tensor | None] = [None] * len(missing)
         end, complete = pieces.start + pieces.count, False
         try:
             pieces.cut(failure)
+            executor.aside = partial(replay.gradients, missing, sums)
             while pieces.start < end:
-                step = partial(task.training_step, pieces.piece, batch_idx)
-                part, error = self._tried(pieces, partial(replay.gradients, step, pieces.count, missing, sums))
-                if error is not None:
+                part, error = self._tried(pieces, partial(inner, pieces.piece, batch_idx, pieces.count, False))
+                if error is None:
+                    parts.extend([] if part is None else [part])
+                    pieces.advance()
+                elif not isinstance(error, _Drawn):
                     pieces.cut(OOMFailure(failure.stage, "backward", pieces.count, error))
-                    continue
-                parts.extend([] if part is None else [part])
-                pieces.advance()
+            executor.aside = None
             replay.hand_over(missing, sums, sum(weight for _, weight in parts), syncs)
             complete = True
         finally:
+            executor.aside = None
             if not complete and syncs:
                 replay.give_up()
         return parts
@@ -206,43 +201,74 @@ class Recovery:
             inner: the `run.call_step` that was there before; the other arguments are its own.
 
         Returns:
-            The outputs of the whole batch, where somebody looks at them; a prediction's in pieces lie on the host.
+            The outputs of the whole batch; on the host where it ran in pieces, and None where nobody looks at them or
+            where those of an evaluation cannot be joined.
 
         Raises:
-            DataError: the batch does not fit and cannot be split, or its outputs cannot be joined.
+            DataError: the batch does not fit and cannot be split, or a prediction's outputs cannot be joined.
         """
         run, rewind = self._run, self._rewinds()
-        keeps = run.stage == "predict" or run.callbacks.has("on_evaluation_batch_end")
         self._images.clear()
+        failed: list[Exception] = []
+        if self._begins_whole:
+            rewind.taken = False
+            try:
+                rewind.take()
+                return inner(step, batch, batch_idx)
+            except _CAUGHT as error:
+                if not self._may_repeat(error):
+                    raise
+                failed.append(error)
+            self._let_go(failed[0])
+        keeps = run.stage == "predict" or run.callbacks.has("on_evaluation_batch_end")
         outputs: list[Any] = []
         sizes: list[int] = []
 
-        def call(pieces: Pieces) -> Any:
+        def call(piece: Any) -> Any:
             rewind.take()
-            output = inner(step, pieces.piece, batch_idx)
-            return map_tensors(_on_host, output) if run.stage == "predict" and not pieces.is_whole else output
+            output = inner(step, piece, batch_idx)
+            self._look_for_draws()
+            return map_tensors(_on_host, output) if keeps else None
 
         def attempt(pieces: Pieces) -> OOMFailure | None:
             count = pieces.count
-            output, error = self._tried(pieces, partial(call, pieces))
+            output, error = None, failed.pop() if failed else None
+            if error is None:
+                output, error = self._tried(pieces, partial(call, pieces.piece))
+            if isinstance(error, _Drawn):
+                return None
             if error is not None:
                 return OOMFailure(run.stage, "forward", count, error)
-            outputs.append(output if keeps else None)
+            outputs.append(output)
             sizes.append(count)
             pieces.advance()
             return None
 
         self._walk(batch, attempt)
-        return join(outputs, sizes)
+        if run.stage == "predict":
+            return _predictions(outputs, sizes)
+        try:
+            return join(outputs, sizes)
+        except DataError as error:
+            self._warn_of_outputs(error)
+            return None
+
+    def _warn_of_outputs(self, error: DataError) -> None:
+        if "outputs" not in self._warned:
+            self._warned.add("outputs")
+            warnings.warn(
+                f"A batch of {self._run.stage} ran in pieces, and callbacks get None for its outputs: {error}",
+                stacklevel=2,
+            )
 
     def _walk(self, batch: Any, attempt: Callable[[Pieces], OOMFailure | None]) -> None:
         """Attempt piece after piece of the batch that is being worked on until all of it is done."""
         run = self._run
         samples = run.batch_samples
         pieces = Pieces(run, batch, samples or 1, self._smaller)
-        if not self._is_new:
+        if not self._begins_whole:
             first = self._piece_size if run.stage == "train" else None
-            known = self._known(batch, pieces.size)
+            known = self.learned.fits(self._kind, batch, pieces.size)
             pieces.lay_out(min(size for size in (known, first, pieces.size) if size is not None))
         try:
             while not pieces.done:
@@ -266,23 +292,58 @@ class Recovery:
         if not pieces.is_whole:
             run.batch_samples = pieces.count
         self._repeats = pieces.start > 0 or pieces.failure is not None
-        with self._drawing(pieces):
+        with self._drawing(pieces), _told_of(pieces):
             try:
                 result = call()
                 if not pieces.is_whole:
-                    self._draws[run.stage] = rewind.generators.have_drawn()
+                    self._warn_of_buffers()
+                    if run.stage not in self.learned.draws:
+                        self.learned.draws[run.stage] = rewind.generators.have_drawn()
                 return result, None
+            except _Drawn as error:
+                self.learned.draws[run.stage] = True
+                failed = error
             except _CAUGHT as error:
-                if not (is_out_of_memory(error) and rewind.taken):
+                if not self._may_repeat(error):
                     raise
                 failed = error
         self._let_go(failed)
         return None, failed
 
+    def _step(self, step: Callable[[], Any]) -> Any:
+        """A training_step, so that it can be made again."""
+        self._rewinds().take()
+        output = step()
+        self._look_for_draws()
+        return output
+
+    def _look_for_draws(self) -> None:
+        """A forward is over. If it drew what is not the whole batch's, it has to be made again: nothing is lost yet."""
+        if self._watches and self._rewinds().generators.have_drawn():
+            raise _Drawn
+
     @property
-    def _is_new(self) -> bool:
-        """Whether a batch of this stage begins whole, whatever its shape."""
-        return not self.piece_sizes and (self._piece_size is None or self._run.stage != "train")
+    def _begins_whole(self) -> bool:
+        """Whether every batch of this stage begins whole, whatever its shape."""
+        stage = self._kind
+        return stage not in self.learned.stages and (self._piece_size is None or stage != "train")
+
+    def _may_repeat(self, error: Exception) -> bool:
+        return is_out_of_memory(error) and self._rewinds().taken
+
+    def _warn_of_buffers(self) -> None:
+        """Warn once of what each piece does and a whole batch does once."""
+        if self._run.stage != "train" or "buffers" in self._warned:
+            return
+        self._warned.add("buffers")
+        if names := self._rewinds().changed():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(
+                f"Batches run in pieces, and each piece changes buffers ({names[0]}{more}) where a whole batch does so "
+                "once. Batch norm also normalises by the piece: freeze it in eval mode, use group norm, or avoid "
+                "pieces with OOMFallback(ladder=('checkpointing', 'pieces')).",
+                stacklevel=2,
+            )
 
     def _let_go(self, failed: Exception) -> None:
         """An attempt failed: let go of what it holds, and put back what it changed."""
@@ -295,14 +356,19 @@ class Recovery:
         if pieces.is_whole or self._run.compiled:  # in a compiled graph draws cannot be reached
             yield
             return
-        generators, stage = self._rewinds().generators, self._run.stage
         if pieces.start:
-            generators.put_back()  # to where they stood before the batch
-        if not self._draws.get(stage, True):
-            yield
-        else:
-            with SlicedDraws(total=pieces.size, start=pieces.start, size=pieces.count):
+            self._rewinds().generators.put_back()  # to where they stood before the batch
+        draws = self.learned.draws.get(self._run.stage)
+        if draws is not False:  # else spare some microseconds for each operator
+            seen = self.learned.seen.setdefault(self._run.stage, {})
+            with SlicedDraws(pieces.size, pieces.start, pieces.count, seen):
                 yield
+            return
+        self._watches = True
+        try:
+            yield
+        finally:
+            self._watches = False
 
     def is_shown(self, name: str) -> bool:
         """Whether images of this name were shown already, of a batch that is run again or in pieces."""
@@ -310,37 +376,16 @@ class Recovery:
         self._images.add(name)
         return shown
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank has learned, as plain data."""
-        return {
-            "events": [tuple(event) for event in self.events],
-            "piece_sizes": dict(self.piece_sizes),
-            "remedies": list(self.remedies),
-            "draws": dict(self._draws),
-        }
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, events: bool) -> None:
-        """Go on with what these ranks had learned; of several the most careful. events: also what happened there."""
-        for state in states:
-            for key, (size, weight) in state["piece_sizes"].items():
-                known = self.piece_sizes.get(key)
-                self.piece_sizes[key] = (size if known is None else min(known[0], size), weight)
-            self.remedies += [remedy for remedy in state["remedies"] if remedy not in self.remedies]
-            self._draws.update(state["draws"])
-            if events:
-                self.events += [OOMEvent(*event) for event in state["events"]]
-
     def report(self, phase: str, tried: int, piece_size: int, remedy: str, error: Exception) -> None:
         """Note an event, for the trackers and the result."""
         run = self._run
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        self.events.append(
-            OOMEvent(run.rank, run.state.global_step, run.stage, phase, tried, piece_size, remedy, reason)
-        )
+        event = OOMEvent(run.rank, run.state.global_step, run.stage, phase, tried, piece_size, remedy, reason)
+        self.learned.events.append(event)
         self._log("memory/oom_events", 1.0, "sum")
         if self._on_event is not None:
-            self._on_event(self.events[-1])
+            self._on_event(event)
 
     def too_large(self, failure: OOMFailure) -> int:
         """The policy that gives up.
@@ -350,11 +395,12 @@ class Recovery:
         """
         run = self._run
         samples = "1 sample" if failure.tried == 1 else f"{failure.tried} samples"
+        trains = failure.stage == "train" and "checkpointing" not in self.learned.remedies
         raise OutOfMemoryError(
             f"A batch does not fit into memory: {failure.phase} ran out with a piece of {samples}, the smallest that "
-            f"was tried (stage {failure.stage}, step {run.state.global_step}). Peak: {peak(run.device)}. Use gradient "
-            "checkpointing (GradientCheckpointing, or OOMFallback(ladder=('checkpointing', 'pieces'))), half precision "
-            "(mixed_precision='bf16'), or smaller inputs or a smaller model."
+            f"was tried (stage {failure.stage}, step {run.state.global_step}). Peak: {peak(run.device)}. Use "
+            f"{'the callback GradientCheckpointing' if trains else 'smaller inputs'}, half precision "
+            f"(mixed_precision='bf16'), or {'smaller inputs or ' if trains else ''}a smaller model."
         ) from failure.error
 
     def guard_optimizers(self) -> None:
@@ -364,25 +410,15 @@ class Recovery:
 
         def on_event(error: Exception, retried: bool) -> None:
             if retried:
-                self.report("optimizer", 0, 0, "foreach=False", error)
+                self.report("optimizer", 0, 0, "a second try", error)
 
         optimization.on_out_of_memory = on_event
 
     def _remember(self, batch: Any, pieces: Pieces, failure: OOMFailure) -> None:
         if not pieces.is_whole:
-            shape, weight = _shape(batch, pieces.size)
-            self.piece_sizes[f"{self._kind} {shape}"] = (pieces.most, weight)
+            self.learned.remember(self._kind, batch, pieces.size, pieces.most)
         remedy = "checkpointing" if pieces.is_whole else "pieces"
         self.report(failure.phase, failure.tried, pieces.most, remedy, failure.error)
-
-    def _known(self, batch: Any, size: int) -> int | None:
-        """How many samples of this batch fit: as remembered of its shape, or of smaller samples."""
-        kind = f"{self._kind} "
-        shape, weight = _shape(batch, size)
-        if kind + shape in self.piece_sizes:
-            return self.piece_sizes[kind + shape][0]
-        known = [most for key, (most, less) in self.piece_sizes.items() if key.startswith(kind) and less <= weight]
-        return min(known, default=None)
 
     @property
     def _kind(self) -> str:
@@ -398,6 +434,17 @@ class Recovery:
         return self._rewind
 
 
+@contextmanager
+def _told_of(pieces: Pieces) -> Iterator[None]:
+    """An error in a piece says that it was one: with so few samples batch norm or a loss may fail."""
+    try:
+        yield
+    except Exception as error:
+        if not pieces.is_whole:
+            error.add_note(f"In a piece of {pieces.count} of a batch of {pieces.size}, cut by OOMFallback.")
+        raise
+
+
 def _mean(parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, float] | None:
     """The mean loss over pieces, and their weight."""
     if len(parts) < 2:
@@ -406,20 +453,12 @@ def _mean(parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, fl
     return torch.stack([loss * (weight / total) for loss, weight in parts]).sum(), total
 
 
-def _shape(batch: Any, size: int) -> tuple[str, float]:
-    """What tells batches of different need for memory apart: the shapes of a sample's tensors; and its bytes."""
-    shapes: dict[str, None] = {}
-    bytes_ = 0
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal bytes_
-        bytes_ += tensor.nbytes
-        of_sample = tensor.shape[1:] if tensor.ndim and tensor.shape[0] == size else tensor.shape
-        shapes[f"{'x'.join(map(str, of_sample))} {str(tensor.dtype).removeprefix('torch.')}"] = None
-        return tensor
-
-    map_tensors(look, batch)
-    return ", ".join(shapes)[:LONGEST_SHAPE], bytes_ / size
+def _predictions(outputs: list[Any], sizes: list[int]) -> Any:
+    """The outputs of all pieces in one, or one for each sample where they cannot be joined (padded to each piece)."""
+    try:
+        return join(outputs, sizes, per_sample=True)
+    except DataError:
+        return [sample for output, size in zip(outputs, sizes, strict=True) for sample in to_samples(output, size)]
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

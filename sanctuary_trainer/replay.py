@@ -3,7 +3,7 @@
     replay.note()                             before an attempt: how the gradients stand
     the attempt breaks off
     replay.missing()                          the parameters that have got none from it
-    replay.gradients(step, size, missing)     of a piece of the batch, aside: neither .grad nor DDP's hooks see them
+    replay.gradients(missing, sums, step, ..) of a piece of the batch, aside: neither .grad nor DDP's hooks see them
     replay.hand_over(missing, sums, ...)      through the parameters' own AccumulateGrad, as the backward would have
 
 DDP waits for one gradient of each parameter, and sends a bucket when it is full: what had come before the error is on
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sanctuary_trainer.dispatch import NOTHING, zero_loss
+from sanctuary_trainer.errors import NotSupportedError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from sanctuary_trainer.executor import Executor
@@ -64,12 +65,15 @@ class Replay:
             given = self._given = set()
             self._hooks = [p.register_post_accumulate_grad_hook(lambda p: given.add(id(p))) for p in self.parameters]
 
-    def over(self) -> None:
+    def unhook(self) -> None:
         """The attempt is over."""
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def forget(self) -> None:
+        """The batch is done: hold none of its gradients until the next one."""
+        self._before = []
+        self.unhook()
 
     @property
     def waits(self) -> bool:
@@ -93,23 +97,25 @@ class Replay:
         return in_backward
 
     def gradients(
-        self, step: Callable[[], Any], size: int, parameters: Sequence[nn.Parameter], into: list[Tensor | None]
-    ) -> tuple[Tensor | None, float]:
+        self, parameters: Sequence[nn.Parameter], into: list[Tensor | None], step: Callable[[], Any], size: int
+    ) -> tuple[Tensor, float] | None:
         """Run a step aside and add the gradients of its weighted loss to `into`, one for each of the `parameters`.
 
         Returns:
-            The loss as the user returned it (detached) and its weight; None and 0 when the step left the batch out.
+            The loss as the user returned it (detached) and its weight; None when the step left the batch out.
         """
         executor = self._executor
         ride = executor.dispatch.ride
         scaled, _, loss, weight = executor.dispatch(step, size, executor.share, NOTHING)
         if loss is None:
-            return None, 0.0
+            return None
+        _refuse_reentrant(scaled)
         wanted = [parameter for parameter in parameters if parameter is not ride]
         with _without_hooks(wanted):
-            found = torch.autograd.grad(executor.scaled_up(scaled), wanted, allow_unused=True)
+            loss_of_backward = executor.scaled_up(scaled)
+            found = torch.autograd.grad(loss_of_backward, wanted, allow_unused=True) if wanted else ()
         gradients = iter(found)
-        del found, scaled
+        del found, scaled, loss_of_backward
         for number, parameter in enumerate(parameters):
             gradient = None if parameter is ride else next(gradients)
             if gradient is not None:
@@ -123,7 +129,11 @@ class Replay:
     ) -> None:
         """Give the parameters these gradients, the ride its counts, and so end the batch.
 
-        A parameter whose gradient is None has no part in the loss: DDP knows, or says so as it does without us.
+        A parameter whose gradient is None has no part in the loss. One process leaves it so; DDP waits for all of them,
+        unless it looks for those that are unused.
+
+        Raises:
+            OutOfMemoryError: DDP is not complete now: memory ran out in a hook, after a gradient had come.
         """
         executor = self._executor
         ride = executor.dispatch.ride
@@ -131,6 +141,9 @@ class Replay:
             if parameter is ride:
                 carried = executor.carried if sync else NOTHING
                 gradients[number] = torch.tensor([weight, *carried[1:]], dtype=ride.dtype).to(ride.device)
+        waits = sync and self.waits
+        if waits and not executor.module.find_unused_parameters:
+            gradients[:] = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
         targets = [parameters[number] for number in there]
         values = [gradient for gradient in gradients if gradient is not None]
@@ -140,7 +153,21 @@ class Replay:
             with executor.noting_order(sync):
                 _Given.apply(values, *targets).backward()
             executor.in_sync = False
+        if waits:
+            self._check_complete()
         executor.settle(weight, sync)
+
+    def _check_complete(self) -> None:
+        module: Any = self._executor.module
+        try:
+            module._check_reducer_finalized()
+        except RuntimeError as error:
+            self._executor.in_sync = True  # nobody can join any more: the others hear of it by our end
+            raise OutOfMemoryError(
+                "Memory ran out in backward where it cannot be made good: in a hook that runs when a gradient has come "
+                "(a communication hook, register_post_accumulate_grad_hook), or with find_unused_parameters=True after "
+                "the last gradient. Begin with smaller pieces: OOMFallback(piece_size=...)."
+            ) from error
 
     def give_up(self) -> None:
         """Let the other ranks go on to where they hear of the error: DDP gets zeros for all that it still waits for."""
@@ -154,6 +181,23 @@ class Replay:
         zero_loss(parameters).backward()
         executor.in_sync = False
         executor.has_synced = True
+
+
+def _refuse_reentrant(loss: Tensor) -> None:
+    """A reentrant checkpoint runs a backward of its own, which gives gradients to parameters past the asking."""
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotSupportedError(
+                "Memory ran out in a backward with reentrant checkpointing, whose gradients cannot be had of some "
+                "parameters alone. Call torch.utils.checkpoint with use_reentrant=False, or use GradientCheckpointing."
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 @contextmanager

@@ -142,8 +142,7 @@ def restore_run(run: Run, changed: list[str]) -> None:
     mine = [run.rank] if former == run.world_size else list(range(run.rank, former, run.world_size))
     parts = {rank: read_rank(run.continued, rank) for rank in dict.fromkeys([0, *mine])}
     run.records.load_state_dict([parts[rank]["records"] for rank in mine])
-    learned = [parts[rank]["recovery"] for rank in mine or [0] if "recovery" in parts[rank]]  # not in older ones
-    run.recovery.load_state_dict(learned, events=bool(mine))
+    run.recovery.learned.load_state_dict([parts[rank]["recovery"] for rank in mine or [0]], events=bool(mine))
     run.reached = parts[mine[0] if former == run.world_size else 0]["reached"]
     _place_in_epoch(run)
     run.generators = parts[run.rank]["generators"] if former == run.world_size else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from sanctuary_trainer.metrics import metrics_in, own_states
 from sanctuary_trainer.seeding import waiting_normal
@@ -117,9 +118,12 @@ class Rewind:
     def look_up(self) -> None:
         """Find the buffers and metrics of the task: when layers may have been exchanged."""
         metrics = metrics_in(self._task)
-        self._slots: list[tuple[dict[str, Any], str]] = [
-            (module._buffers, name) for module in self._task.modules() for name in module._buffers
-        ]
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for module in self._task.modules():
+            # Of TorchScript's modules, whose buffers are in no dict, the tensors are held.
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            holder: Any = dict(module.named_buffers(recurse=False)) if scripted else module._buffers
+            self._slots += [(holder, name) for name in holder]
         self._slots += [(vars(metric), name) for metric in metrics for name in own_states(metric)]
         self._kept: list[tuple[Any, Any]] = [(None, None)] * len(self._slots)
         self._attributes = [(vars(metric), dict[str, Any]()) for metric in metrics]
@@ -137,7 +141,7 @@ class Rewind:
             value = holder.get(name)
             if isinstance(value, list):
                 copy = len(value)
-            elif not isinstance(value, torch.Tensor):
+            elif not isinstance(value, torch.Tensor) or not _can_be_put_back(value):
                 copy = None
             elif isinstance(copy, torch.Tensor) and _alike(value, copy):
                 sources.append(value)
@@ -150,6 +154,15 @@ class Rewind:
                 torch._foreach_copy_(copies, sources)
         self.taken = True
 
+    def changed(self) -> list[str]:
+        """The names of the buffers that were changed since they were noted; waits for the device."""
+        modules = {id(module._buffers): name for name, module in self._task.named_modules()}
+        return [
+            f"{modules[id(holder)]}.{name}"
+            for (holder, name), (_, copy) in zip(self._slots, self._kept, strict=True)
+            if id(holder) in modules and isinstance(copy, torch.Tensor) and not torch.equal(holder[name], copy)
+        ]
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Put everything back as it was noted last."""
@@ -160,11 +173,19 @@ class Rewind:
             own.update(before)
         for (holder, name), (value, copy) in zip(self._slots, self._kept, strict=True):
             holder[name] = value
-            if isinstance(value, torch.Tensor):
+            if isinstance(copy, torch.Tensor):
                 with torch.inference_mode(value.is_inference()):
                     value.copy_(copy)
             elif isinstance(value, list):
                 del value[copy:]
+
+
+def _can_be_put_back(value: torch.Tensor) -> bool:
+    """Whether it could have been written to: it has a shape, and its elements lie apart."""
+    if is_lazy(value):
+        return False
+    strided = value.layout == torch.strided
+    return not strided or all(stride or size < 2 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _alike(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

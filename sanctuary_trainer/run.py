@@ -23,11 +23,12 @@ from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.executor import Executor, Window
 from sanctuary_trainer.feed import Feed, limited
+from sanctuary_trainer.learned import OOMEvent
 from sanctuary_trainer.metrics import is_metric_or_collection
 from sanctuary_trainer.optimization import Optimization
 from sanctuary_trainer.plan import Plan
 from sanctuary_trainer.records import Records
-from sanctuary_trainer.recovery import OOMEvent, Recovery
+from sanctuary_trainer.recovery import Recovery
 from sanctuary_trainer.signals import Signals
 from sanctuary_trainer.state import RunState
 from sanctuary_trainer.task import VisionTask
@@ -396,7 +397,9 @@ class Run:
 
     def read_rest(self) -> None:
         """Keep in `metrics` what was recorded since the last points of the curves, which get no point for it."""
-        self.metrics.update({**self.records.step_values(), **self.records.epoch_values("train")})
+        rest = self.records.step_values()
+        self.publish({name: value for name, value in rest.items() if name.startswith("memory/")})  # events are told
+        self.metrics.update({**rest, **self.records.epoch_values("train")})
 
     def count(self, feed: Feed, rounds: int, samples: int, window: Window) -> None:
         """A window is done: count it alike on all ranks.
@@ -457,7 +460,7 @@ class Run:
 
     def settle_end(self) -> None:
         """At the end of a fit, let all ranks know what each met: signals, also the last one, and events of memory."""
-        own = (self.signals.received, [tuple(event) for event in self.recovery.events])
+        own = (self.signals.received, [tuple(event) for event in self.recovery.learned.events])
         signals, events = zip(*self.devices.gather_objects(own), strict=True)
         self.signals.obeyed = next((name for name in signals if name is not None), None)
         met = sorted((OOMEvent(*event) for rank in events for event in rank), key=lambda event: event.step)

@@ -242,7 +242,7 @@ def _rank_state(run: Run) -> dict[str, Any]:
     return {
         "generators": _generators(run.device),
         "records": run.records.state_dict(),
-        "recovery": run.recovery.state_dict(),
+        "recovery": run.recovery.learned.state_dict(),
         "reached": run.epoch_feed.reached if in_epoch and run.epoch_feed is not None else None,
     }
 

@@ -119,3 +119,5 @@ def _join_failed(executor: Executor, feed: Feed) -> None:
         while feed.owed > 0 and feed.more:
             feed.take()
     executor.join(failed=True)
+    if executor.dispatch.ride is None:  # then the others sum what they tell in a collective of its own
+        executor.finish()

@@ -38,12 +38,12 @@ from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.finding import Chosen, look_at_run
+from sanctuary_trainer.learned import OOMEvent
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.metric_states import remember
 from sanctuary_trainer.optimization import Optimization
-from sanctuary_trainer.recovery import OOMEvent
 from sanctuary_trainer.resuming import load_checkpoint, look_up, restore_run, restore_task, restore_training
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.saving import check_can_be_saved, settle_boundary, write_requested
@@ -400,6 +400,7 @@ class Trainer:
             stack.callback(lambda: run.callbacks.teardown(run))
             if run.verb == "fit":
                 stack.callback(lambda: run.callbacks.on_fit_end(run))
+            run.recovery.close()
             run.executor, run.execute = None, _over  # DDP's hooks leave the parameters with the executor
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +138,19 @@ def test_pieces_are_of_the_original_batch_and_hooks_see_that_batch_once(tmp_path
     assert sees.losses == pytest.approx(plain.losses, abs=1e-12)
 
 
-def test_metrics_and_records_count_each_sample_once(tmp_path: Path) -> None:
-    found = fit(tmp_path, lambda task: task.bombs[-1].arm("backward", 5, batch_idxs=(1,)))
+class Counts(Callback):
+    """The samples that the metric of training has counted, before it is computed and reset."""
+
+    def on_train_step_end(self, run: Run) -> None:
+        metric: Any = run.task.accuracy
+        self.samples = int((metric.tp + metric.fn).sum())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_metrics_and_records_count_each_sample_once(tmp_path: Path, where: Any) -> None:
+    counts = Counts()
+    found = fit(tmp_path, lambda task: task.bombs[-1].arm(where, 5, batch_idxs=(1,)), callbacks=[counts])
+    assert counts.samples == 48
     plain = fit(tmp_path)
     assert found[1].metrics["train/accuracy"] == plain[1].metrics["train/accuracy"]
     assert found[1].metrics["train/first_feature_epoch"] == pytest.approx(
@@ -170,7 +184,7 @@ def test_what_is_known_of_a_shape_is_used_from_the_start(tmp_path: Path) -> None
 def test_piece_size_is_where_it_begins(tmp_path: Path) -> None:
     found = fit(tmp_path, lambda task: None, fallback=OOMFallback(piece_size=5))
     assert_same(found, fit(tmp_path))
-    assert [a.size for a in found[0].bombs[0].attempts if a.where == "forward"] == [5, 5, 5, 1] * 3
+    assert [a.size for a in found[0].bombs[0].attempts if a.where == "forward"] == [4, 4, 4, 4] * 3
     assert found[1].oom_events == ()
 
 
@@ -219,26 +233,43 @@ def test_generators_stand_as_if_the_batch_had_been_whole(tmp_path: Path) -> None
 class Holds(Net):
     """Holds a large tensor in the frame that fails, and in its error's frame in a cycle."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
+        self.where = where
         self.held: list[weakref.ref[Any]] = []
         self.alive: list[bool] = []
-        self.kept: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.alive.append(any(ref() is not None for ref in self.held))
         large = torch.ones(1000, requires_grad=True)
         activation = large * 2
         self.held += [weakref.ref(large), weakref.ref(activation)]
-        if len(batch[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if self.where == "backward":
+            loss = super().training_step(batch, batch_idx) + 0 * activation.sum()
+            loss.register_hook(partial(self.fail, len(batch[0])))
+            return loss
+        try:
+            self.fail(len(batch[0]), None)
+        except torch.OutOfMemoryError as error:
+            kept = error  # the frame holds the error, whose traceback holds the frame
+            assert kept is not None
+            raise
         return super().training_step(batch, batch_idx)
 
+    def fail(self, samples: int, gradient: Any) -> None:
+        if samples > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
 
-def test_the_failed_attempt_is_gone_before_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_failed_attempt_is_gone_before_the_next_begins(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gc.collect", lambda *_: 0)
-    task = Holds()
-    quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, loader(classes(8), 8))
+    gc.disable()
+    try:
+        task = Holds(where)
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, loader(classes(8), 8))
+    finally:
+        gc.enable()
     assert task.alive == [False] * len(task.alive) and len(task.alive) > 2
 
 
@@ -545,3 +576,330 @@ def test_images_of_a_batch_in_pieces_are_shown_once(tmp_path: Path, monkeypatch:
     task.bombs[2].arm("forward", 2)
     quiet_trainer(max_steps=3, callbacks=[OOMFallback()], project_dir=tmp_path).fit(task, bombed_loader(24))
     assert shown == [0, 1, 2]
+
+
+class Schedules(Bombed):
+    """Begins to drop late, as stochastic depth on a schedule does; or leaves batches out."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(dropout=0.3)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "late":
+            for layer in self.layers:
+                layer[3].p = 0.3 if batch_idx > 1 else 0.0  # type: ignore[index]
+        if self.kind == "none" and batch_idx == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", ["late", "none"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_begins_to_be_drawn_late_is_the_whole_batchs_too(tmp_path: Path, kind: str, where: Any) -> None:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = Schedules(kind)
+        task.bombs[2].arm(where, above)
+        quiet_trainer(max_epochs=1, seed=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(40))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+class Masked(Bombed):
+    """Half of the samples have no label: some pieces weigh nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, features, labels = batch
+        self.arrive(ids, batch_idx)
+        known = (ids % 8 >= 4).double()
+        each = nn.functional.cross_entropy(self(features), labels, reduction="none")
+        return {"loss": (each * known).sum() / known.sum(), "weight": known.sum()}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_pieces_that_weigh_nothing_are_left_out(where: Any) -> None:
+    found = []
+    for above in (100, 4, 1):
+        torch.manual_seed(0)
+        task = Masked()
+        task.bombs[2].arm(where, above)
+        quiet_trainer(max_epochs=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(24))
+        found.append(weights(task))
+    assert torch.allclose(found[0], found[1], rtol=0, atol=1e-12)
+    assert torch.allclose(found[0], found[2], rtol=0, atol=1e-12)
+
+
+class AsksForInputs(Bombed):
+    """Backward goes on to the inputs when every parameter has its gradient, and runs out there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, features, labels = batch
+        self.arrive(ids, batch_idx)
+        return nn.functional.cross_entropy(self(self.bombs[-1](features.requires_grad_())), labels)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            features = layer(features)
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_that_runs_out_behind_the_last_parameter_is_complete(accumulation: int) -> None:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = AsksForInputs()
+        task.bombs[-1].arm("backward", above)
+        trainer = quiet_trainer(max_epochs=1, gradient_accumulation_steps=accumulation, callbacks=[OOMFallback()])
+        trainer.fit(task, bombed_loader(24))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+def test_one_callback_serves_many_runs_also_after_one_that_failed(tmp_path: Path) -> None:
+    fallback = OOMFallback(ladder=("checkpointing", "pieces"))
+    with pytest.raises(OutOfMemoryError):
+        fit(tmp_path, lambda task: task.bombs[1].arm("forward", 0), fallback=fallback)
+    found = fit(tmp_path, lambda task: task.bombs[1].arm("forward", 4), fallback=fallback)
+    assert_same(found, fit(tmp_path))
+    assert len(found[1].oom_events) == 1
+    task = found[0]
+    assert quiet_trainer(callbacks=[fallback]).validate(task, bombed_loader(16)).keys() == {"val/accuracy", "val/loss"}
+    assert_same(fit(tmp_path, lambda task: None, fallback=fallback), fit(tmp_path))
+
+
+def test_an_error_before_its_setup_is_the_one_that_is_seen() -> None:
+    class Fails(Callback):
+        def setup(self, run: Run) -> None:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        quiet_trainer(max_steps=1, callbacks=[Fails(), OOMFallback()]).fit(Bombed(), bombed_loader(8))
+
+
+def test_nothing_of_a_run_outlives_it() -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    class Looks(Callback):
+        def on_train_step_end(self, run: Run) -> None:
+            gradients = [parameter.grad for parameter in run.task.parameters()]
+            assert gradients == [None] * len(gradients)
+            assert run.executor is not None
+            seen.append(weakref.ref(run.executor))
+
+    gc.collect()
+    gc.disable()
+    try:
+        task = Bombed()
+        task.bombs[2].arm("backward", 4)
+        quiet_trainer(max_steps=2, callbacks=[OOMFallback(), Looks()]).fit(task, bombed_loader(16))
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+class Large(torch.optim.SGD):
+    """Runs out in its step, before or after it moved something, so many times."""
+
+    def __init__(self, *args: Any, fails: list[int], moves: bool, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.fails, self.moves, self.calls = fails, moves, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls in self.fails:
+            if self.moves:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().step(closure)
+
+
+class WithLarge(Bombed):
+    def __init__(self, fails: list[int], moves: bool = False) -> None:
+        super().__init__()
+        self.fails, self.moves = fails, moves
+
+    def configure_optimizers(self) -> Any:
+        return Large(self.parameters(), lr=0.1, momentum=0.9, fails=self.fails, moves=self.moves)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_optimizers_first_step_that_does_not_fit_is_made_again(moves: bool) -> None:
+    found = []
+    for fails in ([], [1]):
+        torch.manual_seed(0)
+        task = WithLarge(fails, moves)
+        result = quiet_trainer(max_steps=3, callbacks=[OOMFallback()]).fit(task, bombed_loader(24))
+        found.append(weights(task))
+    assert torch.equal(*found)
+    [event] = result.oom_events
+    assert (event.phase, event.step, event.remedy) == ("optimizer", 0, "a second try")
+
+
+def test_a_later_step_of_an_optimizer_that_does_not_fit_ends_the_run_with_its_last_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    callbacks = [OOMFallback(), Checkpoint(every_n_steps=1)]
+    trainer = quiet_trainer(max_steps=3, callbacks=callbacks, project_dir=tmp_path, run_name="one", seed=2)
+    with pytest.raises(OutOfMemoryError, match=r"half updated.*resume=") as caught:
+        trainer.fit(WithLarge([2], moves=True), bombed_loader(24))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    task, whole = WithLarge([]), WithLarge([])
+    trainer.fit(task, bombed_loader(24), resume="last")
+    torch.manual_seed(0)
+    whole = WithLarge([])
+    quiet_trainer(max_steps=3, seed=2).fit(whole, bombed_loader(24))
+    assert torch.equal(weights(task), weights(whole))
+
+
+class ReturnsCounts(Bombed):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.arrive(batch[0], batch_idx)
+        self(batch[1])
+        return {"n": len(batch[0])}
+
+
+def test_outputs_that_cannot_be_joined_are_none_and_warned_of_once() -> None:
+    task, outputs = ReturnsCounts(), Outputs()
+    task.bombs[0].arm("forward", 3, stages=("val",))
+    with pytest.warns(UserWarning, match="get None for its outputs.*whole numbers") as warned:
+        quiet_trainer(callbacks=[OOMFallback(), outputs]).validate(task, bombed_loader(16))
+    assert len(warned) == 1
+    assert outputs.seen == [(8, None), (8, None)]
+
+
+class Reentrant(Bombed):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().forward, features.requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_reentrant_checkpointing_of_the_tasks_own_is_refused_when_it_matters() -> None:
+    task = Reentrant()
+    task.bombs[2].arm("backward", 4)
+    with pytest.raises(NotSupportedError, match="use_reentrant=False"):
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(8))
+
+
+def test_pieces_are_as_equal_as_can_be() -> None:
+    """So that no piece of one sample is left over, which batch norm could not bear."""
+    task = Bombed(norm="bn")
+    task.bombs[2].arm("forward", 4)
+    with pytest.warns(UserWarning, match="normalises by the piece"):
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(9, 9))
+    assert [a.size for a in task.bombs[2].attempts if a.where == "forward" and not a.fired] == [3, 2, 2, 2]
+
+
+def test_an_error_in_a_piece_says_that_it_was_one() -> None:
+    task = Bombed(norm="bn")
+    task.bombs[2].arm("forward", 2)
+    several = pytest.raises(ValueError, match="more than 1 value per channel")
+    with several as caught, pytest.warns(UserWarning, match="normalises by the piece"):
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(7, 7))
+    assert caught.value.__notes__[-1] == "In a piece of 1 of a batch of 7, cut by OOMFallback."
+
+
+class Scales(Callback):
+    """Wraps run.execute as the fallback does."""
+
+    def on_fit_start(self, run: Run) -> None:
+        inner = run.execute
+        run.execute = lambda batch, *rest, **told: inner([batch[0], batch[1] * 3, batch[2]], *rest, **told)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("first", [True, False])
+def test_other_callbacks_may_wrap_execute_too(where: Any, first: bool) -> None:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = Bombed()
+        task.bombs[2].arm(where, above)
+        callbacks = [Scales(), OOMFallback()] if first else [OOMFallback(), Scales()]
+        quiet_trainer(max_epochs=1, callbacks=callbacks).fit(task, bombed_loader(24))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+def test_buffers_of_every_kind_are_borne(tmp_path: Path) -> None:
+    class Buffers(Bombed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("expanded", torch.zeros(1).expand(6))
+            self.register_buffer("none", None)
+            self.register_buffer("moves", torch.zeros(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64)))
+            self.lazy = nn.LazyBatchNorm1d(dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.lazy(self.scripted(batch[1]))
+            self.get_buffer("moves").data.add_(1)  # past its version
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.layers.parameters(), lr=0.1)
+
+    task = Buffers()
+    task.bombs[2].arm("forward", 4, times=1)
+    with pytest.warns(UserWarning, match="each piece changes buffers"):
+        quiet_trainer(max_steps=2, callbacks=[OOMFallback()]).fit(task, bombed_loader(16))
+    assert task.get_buffer("moves").tolist() == [4.0, 4.0]  # two pieces in each of two steps
+    assert task.scripted[0].num_batches_tracked == 4
+
+
+class Draws1(Net):
+    """Draws one number for the whole batch, and one for each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = torch.rand(1, dtype=torch.float64)
+        rows = torch.rand(len(batch[0]), 1, dtype=torch.float64)
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step([batch[0] * rows * scale, batch[1]], batch_idx)
+
+    most = 100
+
+
+def test_one_number_for_the_batch_is_told_from_one_for_each_sample_by_the_sizes_that_were_tried() -> None:
+    found = []
+    for most in (100, 1):
+        torch.manual_seed(0)
+        task = Draws1()
+        task.most = most
+        quiet_trainer(max_epochs=1, seed=1, callbacks=[OOMFallback()]).fit(task, loader(classes(24), 8))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["list", "padded"])
+def test_predictions_of_every_shape_come_back_from_pieces(kind: str) -> None:
+    class Predicts(Bombed):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            ids = batch[0]
+            self.arrive(ids, batch_idx)
+            self(batch[1])
+            if kind == "list":  # one tensor of as many numbers as a piece has samples
+                return [torch.full((2,), float(number)) for number in ids]
+            return torch.full((len(ids), int(ids.max()) + 1), 1.0) * ids[:, None]  # as long as the longest
+
+    found = []
+    for above in (100, 2):
+        task = Predicts()
+        task.bombs[0].arm("forward", above, stages=("predict",))
+        found.append(quiet_trainer(callbacks=[OOMFallback()]).predict(task, bombed_loader(8)))
+    for one, other in zip(*found, strict=True):
+        assert one[0] == other[0]
+
+
+def test_an_event_after_the_last_point_of_the_curves_is_told_too(tmp_path: Path) -> None:
+    _, result = fit(
+        tmp_path, lambda task: task.bombs[2].arm("forward", 4, steps=(2,)), log_every_n_steps=2, log_with="tensorboard"
+    )
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["memory/oom_events"]) for line in lines if "memory/oom_events" in line] == [(3, 1.0)]

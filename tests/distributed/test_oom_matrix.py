@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.oom_matrix import CONFIGURATIONS, WHO, Verdict, cells, judge_row, rows
+from benchmarks.oom_matrix import cells, judge_row, rows
 from tests.distributed.workers import Ranks, Zygote
 
 ROWS = rows(list(cells("tests")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from sanctuary_trainer import NotSupportedError, OutOfMemoryError, RankError, Run
+from sanctuary_trainer import NotSupportedError, OutOfMemoryError, RankError
 from sanctuary_trainer.callbacks import Checkpoint, OOMFallback
-from tests.bombs import Bombed, bombed_loader
+from tests.bombs import Bombed, bombed_loader, out_of_memory
 from tests.distributed.workers import Ranks
 from tests.small_tasks import quiet_trainer, weights
+from tests.test_recovery import AsksForInputs
 
 Arm = dict[str, Any]
 
@@ -171,25 +173,55 @@ def test_what_a_rank_cannot_repeat_alone_is_refused_before_the_run(two_ranks: Ra
         assert text in found
 
 
-def what_is_used_of_ddp() -> Any:
-    """Where a forward died, DDP must not send buffers again: the one attribute of it that has no public name."""
-    seen = []
-
-    class Looks(OOMFallback):
-        def on_train_step_end(self, run: Run) -> None:
-            assert run.executor is not None
-            seen.append(run.executor.module.require_forward_param_sync)
-
-    torch.manual_seed(0)
-    task = Bombed(norm="bn")
-    for norm in (layer[1] for layer in task.layers):  # type: ignore[index]
-        norm.eval()
-    quiet_trainer(max_steps=2, timeout=30, callbacks=[Looks()]).fit(task, bombed_loader(32, 8))
-    return seen
+def behind_the_last(accumulation: int) -> Any:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = AsksForInputs()
+        task.bombs[-1].arm("backward", above, ranks=(1,))
+        trainer = quiet_trainer(
+            max_epochs=1, timeout=30, gradient_accumulation_steps=accumulation, callbacks=[OOMFallback()]
+        )
+        trainer.fit(task, bombed_loader(48, 8))
+        found.append(weights(task))
+    return found
 
 
-def test_ddp_still_decides_by_this_attribute_whether_to_send_buffers(two_ranks: Ranks) -> None:
-    assert two_ranks(what_is_used_of_ddp)[0] == [True, True]
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_rank_that_runs_out_behind_the_last_parameter_is_complete(two_ranks: Ranks, accumulation: int) -> None:
+    for plain, found in two_ranks(behind_the_last, accumulation):
+        assert torch.allclose(plain, found, rtol=0, atol=1e-12)
+
+
+def with_a_hook_that_compresses(where: str, kind: str) -> Any:
+    from datetime import timedelta
+
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType, InitProcessGroupKwargs
+
+    accelerator = Accelerator(
+        cpu=True,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=30)),
+        ],
+    )
+    task = Bombed()
+    error = out_of_memory if kind == "memory" else partial(ValueError, "mine")
+    task.bombs[1].arm(where, 0, ranks=(1,), batch_idxs=(1,), error=error)  # type: ignore[arg-type]
+    began = time.monotonic()
+    with pytest.raises((OutOfMemoryError, RankError, ValueError)) as caught:
+        quiet_trainer(max_steps=3, cpu=None, accelerator=accelerator, callbacks=[OOMFallback()]).fit(
+            task, bombed_loader(64, 8)
+        )
+    return type(caught.value).__name__, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("where", "kind"), [("forward", "memory"), ("backward", "memory"), ("forward", "value")])
+def test_with_a_hook_that_compresses_too_all_ranks_hear_of_an_error(two_ranks: Ranks, where: str, kind: str) -> None:
+    (first, seconds), (second, _) = two_ranks(with_a_hook_that_compresses, where, kind)
+    assert (first, second) == ("RankError", "OutOfMemoryError" if kind == "memory" else "ValueError")
+    assert seconds < 20
 
 
 def buffers() -> Any:
