@@ -232,7 +232,7 @@ def buffers() -> Any:
         task = Bombed(norm="bn")
         if arm is not None:
             task.bombs[-1].arm(**arm)  # type: ignore[arg-type]
-        with pytest.warns(UserWarning, match="batch norm") if arm and task_rank() == 1 else nothing():
+        with pytest.warns(UserWarning, match="Batch norm") if arm and task_rank() == 1 else nothing():
             quiet_trainer(max_steps=3, seed=1, timeout=30, callbacks=[OOMFallback()]).fit(task, bombed_loader(48, 8))
         found.append(int(task.layers[0][1].num_batches_tracked))  # type: ignore[index, arg-type]
     return found
