@@ -325,8 +325,9 @@ class Recovery:
     @property
     def _begins_whole(self) -> bool:
         """Whether every batch of this stage begins whole, whatever its shape."""
-        stage = self._kind
-        return stage not in self.learned.stages and (self._piece_size is None or stage != "train")
+        if self._piece_size is not None and self._run.stage == "train":
+            return False
+        return not self.learned.stages or self._kind not in self.learned.stages
 
     def _may_repeat(self, error: Exception) -> bool:
         return is_out_of_memory(error) and self._rewinds().taken

@@ -48,7 +48,7 @@ class Replay:
         self._executor = executor
         self._dispatch: nn.Module | None = None
         self.parameters: list[nn.Parameter] = []
-        self._before: list[tuple[Tensor | None, int]] = []
+        self._before: dict[int, tuple[Tensor, int]] = {}  # place among the parameters -> gradient and its version
         self._given: set[int] | None = None
         self._hooks: list[Any] = []
 
@@ -58,9 +58,9 @@ class Replay:
             self._dispatch = self._executor.dispatch
             self.parameters = [p for p in self._dispatch.parameters() if p.requires_grad]
         gradients = [parameter.grad for parameter in self.parameters]
-        self._before = [(g, 0 if g is None else g._version) for g in gradients]
+        self._before = {place: (g, g._version) for place, g in enumerate(gradients) if g is not None}
         self._given = None
-        if any(gradient is not None and gradient._is_view() for gradient in gradients):
+        if self._before and any(gradient._is_view() for gradient, _ in self._before.values()):
             # Views of one bucket share a version: it does not tell which of them has changed.
             given = self._given = set()
             self._hooks = [p.register_post_accumulate_grad_hook(lambda p: given.add(id(p))) for p in self.parameters]
@@ -72,7 +72,7 @@ class Replay:
 
     def forget(self) -> None:
         """The batch is done: hold none of its gradients until the next one."""
-        self._before = []
+        self._before = {}
         self.unhook()
 
     @property
@@ -84,8 +84,13 @@ class Replay:
         """The trainable parameters, the ride included, that got no gradient since `note`."""
         if self._given is not None:
             return [p for p in self.parameters if id(p) not in self._given]
-        pairs = zip(self.parameters, self._before, strict=True)
-        return [p for p, (grad, version) in pairs if p.grad is grad and (grad is None or grad._version == version)]
+        return [p for place, p in enumerate(self.parameters) if self._stands(p.grad, self._before.get(place))]
+
+    @staticmethod
+    def _stands(gradient: Tensor | None, before: tuple[Tensor, int] | None) -> bool:
+        if gradient is None or before is None:
+            return gradient is None and before is None
+        return gradient is before[0] and gradient._version == before[1]
 
     def broke_off(self) -> bool:
         """Whether the attempt died in its backward. Afterwards another may begin."""
