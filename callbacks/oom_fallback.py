@@ -35,8 +35,8 @@ class OOMFallback(Callback):
 
     Args:
         piece_size: samples of a piece of training to begin with; None: the whole batch.
-        ladder: what is tried, in order: "pieces"; "checkpointing", or a `GradientCheckpointing(layers)` of your own,
-            switches gradient checkpointing on.
+        ladder: what is tried, in order, the next when no more can be done by the one before. "pieces"; and
+            "checkpointing", or a `GradientCheckpointing(layers)`, which switches gradient checkpointing on.
 
     Raises:
         SettingsError: an argument is wrong, or there is nothing to checkpoint.
@@ -57,7 +57,8 @@ class OOMFallback(Callback):
         steps = ["checkpointing" if isinstance(step, GradientCheckpointing) else step for step in given]
         if not steps or len(set(steps)) < len(steps) or any(step not in REMEDIES for step in steps):
             raise SettingsError(
-                f"OOMFallback got ladder={ladder!r}; one or both of {', '.join(map(repr, REMEDIES))} were expected."
+                f"OOMFallback got ladder={ladder!r}; one or both of 'pieces' and 'checkpointing' (or an instance of "
+                "GradientCheckpointing) were expected."
             )
         self.piece_size, self.ladder = piece_size, tuple(steps)
         own = [step for step in given if isinstance(step, GradientCheckpointing)]
@@ -109,7 +110,9 @@ class OOMFallback(Callback):
             text = "in the optimizer's step, which was made again with less memory."
         else:
             text = f"in {event.stage}, {event.phase} of {event.tried} samples."
-            if event.remedy == "pieces":
+            if event.remedy == "checkpointing":
+                text += " With gradient checkpointing it fits."
+            else:
                 text += f" Such batches run in pieces of {event.piece_size} from now on."
         run.message(f"{where} out of memory after {event.step} steps {text} {event.reason}", every_rank=True)
 

@@ -60,10 +60,11 @@ def batch_size(batch: Any) -> int | None:
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut a batch into consecutive pieces of the given numbers of samples. Tensors and arrays become views.
 
-    What is not batched (0-d tensors, leaves of another length, None, strings) goes into every piece as it is.
+    What is not batched (0-d tensors, those of one row, None, strings, other objects) goes into every piece as it is.
 
     Raises:
-        DataError: the sizes do not add up to the batch's samples, or a leaf cannot be cut.
+        DataError: the sizes do not add up to the batch's samples; or a leaf cannot be cut, because it has more or fewer
+            rows or elements than the batch has samples (boxes of all images in one tensor).
     """
     total = batch_size(batch)
     if total != sum(sizes):
@@ -77,6 +78,13 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 def _split(node: Any, sizes: list[int], total: int) -> list[Any]:
     if isinstance(node, PackedSequence) or (isinstance(node, torch.Tensor) and node.is_nested):
         raise DataError(f"A {type(node).__name__} cannot be split into pieces. Override split_batch in the task.")
+    rows = _rows(node)
+    if rows is not None and rows not in (1, total):
+        what = f"of shape {tuple(node.shape)}" if hasattr(node, "shape") else f"of {rows}"
+        raise DataError(
+            f"A {type(node).__name__} {what} in a batch of {total} samples cannot be cut: which sample has which part "
+            "of it is not known. Override split_batch in the task."
+        )
     if isinstance(node, torch.Tensor):
         return list(torch.split(node, sizes)) if node.ndim and node.shape[0] == total else [node] * len(sizes)
     batched = isinstance(node, np.ndarray) and node.ndim and node.shape[0] == total
@@ -216,6 +224,13 @@ def _not_joined(what: str, nodes: Iterable[Any]) -> DataError:
         "per sample (a tensor of shape (samples, ...) or a list), a mean over its samples as a floating number, or the "
         "same in all pieces. Return one item per sample."
     )
+
+
+def _rows(node: Any) -> int | None:
+    """How many samples a leaf that is cut by samples has; None of another one."""
+    if isinstance(node, torch.Tensor | np.ndarray):
+        return _first_dim(node)
+    return len(node) if _holds_samples(node) else None
 
 
 def move(batch: Any, device: torch.device | str, non_blocking: bool = False, channels_last: bool = False) -> Any:

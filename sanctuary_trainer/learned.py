@@ -22,7 +22,8 @@ class OOMEvent(NamedTuple):
         phase: "forward", "backward" or "optimizer".
         tried: samples of the first piece that did not fit; 0 for the optimizer, as in the next.
         piece_size: samples of the pieces that did.
-        remedy: "pieces", "checkpointing", or for the optimizer "a second try", without foreach where it has that.
+        remedy: "pieces", "checkpointing", "checkpointing and pieces"; for the optimizer "a second try", without foreach
+            where it has that.
         reason: the error's first line.
     """
 

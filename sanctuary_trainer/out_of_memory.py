@@ -52,7 +52,7 @@ _TEXTS = tuple(
         r"C10 Out of Memory\. Trying to allocate",
         r"Could not allocate memory (?:for|to change) Tensor SizesAndStrides",
         r"(?:std::bad_alloc|bad allocation)$",  # new of C++, as torch hands it on; the second is Microsoft's
-        r"could not create a memory(?: object)?$",  # oneDNN
+        r"could not (?:create a memory(?: object)?|(?:create|execute) a primitive)$",  # oneDNN, which says no more
         r"(?:MKL FFT error: )?Intel oneMKL DFTI ERROR: Not enough memory to allocate",
         # The system's word for ENOMEM, after what torch tried: to map a file, or memory that is shared with a worker.
         r"(?:unable to .*: )?Cannot allocate memory(?: \(12\))?$",

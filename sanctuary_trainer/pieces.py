@@ -38,6 +38,8 @@ class Pieces:
         self.size = self.most = size
         self.failure: OOMFailure | None = None  # the first one
         self.start = 0
+        self.samples: int | None = size  # of the batch as loaded; None where they cannot be told
+        self.remedies = 0  # how many had been switched on for good before this batch
         self._sizes, self._index, self._parts = [size], 0, [batch]
 
     @property
@@ -70,17 +72,27 @@ class Pieces:
         self.start += self.count
         self._index += 1
 
-    def cut(self, failure: OOMFailure) -> None:
-        """The present piece did not fit: cut it, and what is left of the batch, as the policy says."""
+    def cut(self, failure: OOMFailure, until: int | None = None) -> None:
+        """The present piece did not fit: cut it, and what is left of the batch, as the policy says.
+
+        until: a sample before which a piece has to end.
+        """
         self.failure = self.failure or failure
-        if self._run.batch_samples is None:
+        if self.samples is None:
             raise DataError(
                 f"A {type(self._batch).__name__} batch does not fit into memory, and how many samples it has cannot be "
                 "told. Override VisionTask.batch_size and split_batch."
             ) from failure.error
+        found = self._run.task.batch_size(self._batch) if failure.tried == 1 else None
+        if found not in (None, self.size):
+            raise DataError(
+                f"A batch does not fit into memory and cannot be cut: by its loader it has {self.size} samples, and "
+                f"{found} were found in it. Override VisionTask.split_batch, or let the loader count them (batch_size)."
+            ) from failure.error
         most = self._smaller(failure)
-        end, rest = self.start + self.count, self.size - self.start - self.count
-        ahead = [*_sizes(end - self.start, most), *_sizes(rest, most)]
+        end = self.start + self.count
+        until = end if until is None else until
+        ahead = [*_sizes(self.count, most), *_sizes(until - end, most), *_sizes(self.size - until, most)]
         self._lay_out([*self._sizes[: self._index], *ahead], most)
 
     def lay_out(self, most: int) -> None:

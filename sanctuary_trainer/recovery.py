@@ -30,7 +30,7 @@ from torch import nn
 
 from sanctuary_trainer.batch import join, map_tensors, to_samples
 from sanctuary_trainer.draws import SlicedDraws
-from sanctuary_trainer.errors import DataError, OutOfMemoryError
+from sanctuary_trainer.errors import DataError, NotSupportedError, OutOfMemoryError
 from sanctuary_trainer.learned import Learned, OOMEvent
 from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release
 from sanctuary_trainer.pieces import OOMFailure, Pieces, Smaller
@@ -61,6 +61,7 @@ class Recovery:
         self._rewind: Rewind | None = None
         self._replay: Replay | None = None
         self._images: set[str] = set()
+        self._steps = 0  # of the present attempt
         self._watches = False  # whether a piece that draws has to be made again
         self._repeats = False  # whether a part of the batch has been tried already
 
@@ -75,6 +76,11 @@ class Recovery:
             on_event: called on this rank when a batch that did not fit is done.
         """
         self._smaller, self._piece_size, self._on_event = smaller, piece_size, on_event
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has set a policy."""
+        return self._on_event is not None or self._smaller != self.too_large
 
     def close(self) -> None:
         """The run is over: let go of the executor and of what was noted."""
@@ -117,7 +123,7 @@ class Recovery:
         self._images.clear()
         failed: list[Exception] = []
         if self._begins_whole:  # how every batch goes while nothing happens
-            rewind.taken = False
+            rewind.taken, self._steps = False, 0
             replay.note()
             try:
                 result: tuple[torch.Tensor, float] | None = inner(batch, batch_idx, size, sync, save=save, **told)
@@ -151,12 +157,17 @@ class Recovery:
             # Once DDP waits for gradients, it takes them from one backward alone.
             missing = replay.missing()
             replay.unhook()
+            if self._steps > 1 or (not in_backward and len(missing) < len(replay.parameters)):
+                raise NotSupportedError(
+                    "A batch did not fit into memory while a callback that stands before OOMFallback ran it more than "
+                    "once: what the first time gave cannot be told from the second. List that callback after it."
+                ) from error
             if not in_backward or (len(missing) == len(replay.parameters) and not (syncs and replay.waits)):
                 return failure
             parts.extend(self._complete(inner, pieces, batch_idx, missing, syncs, failure))
             return None
 
-        self._walk(batch, attempt)
+        self._walk(batch, size, attempt)
         replay.forget()
         return _mean(parts)
 
@@ -176,7 +187,7 @@ class Recovery:
         sums: list[torch.Tensor | None] = [None] * len(missing)
         end, complete = pieces.start + pieces.count, False
         try:
-            pieces.cut(failure)
+            pieces.cut(failure, until=end)
             executor.aside = partial(replay.gradients, missing, sums)
             while pieces.start < end:
                 part, error = self._tried(pieces, partial(inner, pieces.piece, batch_idx, pieces.count, False))
@@ -184,8 +195,9 @@ class Recovery:
                     parts.extend([] if part is None else [part])
                     pieces.advance()
                 elif not isinstance(error, _Drawn):
-                    pieces.cut(OOMFailure(failure.stage, "backward", pieces.count, error))
+                    pieces.cut(OOMFailure(failure.stage, "backward", pieces.count, error), until=end)
             executor.aside = None
+            assert pieces.start == end
             replay.hand_over(missing, sums, sum(weight for _, weight in parts), syncs)
             complete = True
         finally:
@@ -244,7 +256,7 @@ class Recovery:
             pieces.advance()
             return None
 
-        self._walk(batch, attempt)
+        self._walk(batch, run.batch_samples or 1, attempt)
         if run.stage == "predict":
             return _predictions(outputs, sizes)
         try:
@@ -261,11 +273,13 @@ class Recovery:
                 stacklevel=2,
             )
 
-    def _walk(self, batch: Any, attempt: Callable[[Pieces], OOMFailure | None]) -> None:
+    def _walk(self, batch: Any, size: int, attempt: Callable[[Pieces], OOMFailure | None]) -> None:
         """Attempt piece after piece of the batch that is being worked on until all of it is done."""
         run = self._run
         samples = run.batch_samples
-        pieces = Pieces(run, batch, samples or 1, self._smaller)
+        pieces = Pieces(run, batch, size, self._smaller)
+        pieces.samples = samples
+        pieces.remedies = len(self.learned.remedies)
         if not self._begins_whole:
             first = self._piece_size if run.stage == "train" else None
             known = self.learned.fits(self._kind, batch, pieces.size)
@@ -289,8 +303,10 @@ class Recovery:
         run, rewind = self._run, self._rewinds()
         failed: Exception | None = None
         rewind.taken = False
-        if not pieces.is_whole:
-            run.batch_samples = pieces.count
+        if not pieces.is_whole and pieces.samples is not None:
+            # In another callback's batch there may be more samples than in the loader's, by which logs are weighed.
+            run.batch_samples = pieces.count * pieces.samples / pieces.size  # type: ignore[assignment]
+        self._steps = 0
         self._repeats = pieces.start > 0 or pieces.failure is not None
         with self._drawing(pieces), _told_of(pieces):
             try:
@@ -312,6 +328,7 @@ class Recovery:
 
     def _step(self, step: Callable[[], Any]) -> Any:
         """A training_step, so that it can be made again."""
+        self._steps += 1
         self._rewinds().take()
         output = step()
         self._look_for_draws()
@@ -341,8 +358,8 @@ class Recovery:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warnings.warn(
                 f"Batches run in pieces, and each piece changes buffers ({names[0]}{more}) where a whole batch does so "
-                "once. Batch norm also normalises by the piece: freeze it in eval mode, use group norm, or avoid "
-                "pieces with OOMFallback(ladder=('checkpointing', 'pieces')).",
+                "once. Batch norm also normalises by the piece: freeze it in eval mode, use group norm, or let "
+                "GradientCheckpointing keep the batch whole.",
                 stacklevel=2,
             )
 
@@ -418,7 +435,7 @@ class Recovery:
     def _remember(self, batch: Any, pieces: Pieces, failure: OOMFailure) -> None:
         if not pieces.is_whole:
             self.learned.remember(self._kind, batch, pieces.size, pieces.most)
-        remedy = "checkpointing" if pieces.is_whole else "pieces"
+        remedy = " and ".join([*self.learned.remedies[pieces.remedies :], *([] if pieces.is_whole else ["pieces"])])
         self.report(failure.phase, failure.tried, pieces.most, remedy, failure.error)
 
     @property

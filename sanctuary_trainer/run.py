@@ -398,7 +398,8 @@ class Run:
     def read_rest(self) -> None:
         """Keep in `metrics` what was recorded since the last points of the curves, which get no point for it."""
         rest = self.records.step_values()
-        self.publish({name: value for name, value in rest.items() if name.startswith("memory/")})  # events are told
+        if (name := "memory/oom_events") in rest:
+            self.publish({name: rest[name]})  # each event is told
         self.metrics.update({**rest, **self.records.epoch_values("train")})
 
     def count(self, feed: Feed, rounds: int, samples: int, window: Window) -> None:

@@ -44,6 +44,7 @@ from sanctuary_trainer.loops.fit import fit
 from sanctuary_trainer.loops.predict import Predictions, predict
 from sanctuary_trainer.metric_states import remember
 from sanctuary_trainer.optimization import Optimization
+from sanctuary_trainer.out_of_memory import is_out_of_memory
 from sanctuary_trainer.resuming import load_checkpoint, look_up, restore_run, restore_task, restore_training
 from sanctuary_trainer.run import Run
 from sanctuary_trainer.saving import check_can_be_saved, settle_boundary, write_requested
@@ -305,6 +306,8 @@ class Trainer:
                 yield run
                 status = "success"
             except BaseException as error:
+                if is_out_of_memory(error) and not run.recovery.in_use:
+                    error.add_note("callbacks=[OOMFallback()] lets a batch that does not fit go on in pieces.")
                 with devices.together() if settle_boundary(run, error) else nullcontext():
                     run.callbacks.on_exception(run, error)
                 if run.requests and run.at_boundary and not isinstance(error, KeyboardInterrupt):

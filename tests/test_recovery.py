@@ -508,7 +508,7 @@ def test_wrong_settings_are_refused(settings: Any) -> None:
 
 
 def test_wrong_remedies_are_refused_with_those_that_are_there() -> None:
-    with pytest.raises(SettingsError, match="'checkpointing', 'pieces'"):
+    with pytest.raises(SettingsError, match="'pieces' and 'checkpointing'"):
         OOMFallback(ladder=("peaces",))
 
 
@@ -546,7 +546,7 @@ def test_the_ladder_splits_where_checkpointing_is_not_enough(tmp_path: Path) -> 
     )
     assert_same(found, fit(tmp_path))
     [event] = found[1].oom_events
-    assert (event.remedy, event.piece_size) == ("pieces", 4)
+    assert (event.remedy, event.piece_size) == ("checkpointing and pieces", 4)
 
 
 def test_a_ladder_with_nothing_to_checkpoint_is_refused_before_the_run() -> None:
@@ -903,3 +903,99 @@ def test_an_event_after_the_last_point_of_the_curves_is_told_too(tmp_path: Path)
     )
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["memory/oom_events"]) for line in lines if "memory/oom_events" in line] == [(3, 1.0)]
+
+
+@pytest.mark.parametrize(("piece_size", "forward"), [(None, 16), (9, 100), (6, 100)])
+def test_a_piece_whose_backward_is_cut_twice_ends_where_it_ended(piece_size: int | None, forward: int) -> None:
+    found = []
+    for armed in (False, True):
+        torch.manual_seed(0)
+        task = Bombed()
+        if armed:
+            task.bombs[1].arm("forward", forward)
+            task.bombs[4].arm("backward", 2)
+        fallback = OOMFallback(piece_size if armed else None)
+        quiet_trainer(max_steps=1, seed=1, callbacks=[fallback]).fit(task, bombed_loader(17, 17))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+class Twice(Callback):
+    """Runs each batch twice, the second time changed."""
+
+    def on_fit_start(self, run: Run) -> None:
+        inner = run.execute
+
+        def execute(batch: Any, batch_idx: int, size: int, sync: bool, **told: Any) -> Any:
+            inner(batch, batch_idx, size, False)
+            return inner([batch[0], batch[1] * 1.5, batch[2]], batch_idx, size, sync, **told)
+
+        run.execute = execute
+
+
+class Doubles(Callback):
+    """Trains on each sample and a changed copy of it."""
+
+    def on_fit_start(self, run: Run) -> None:
+        inner = run.execute
+
+        def execute(batch: Any, batch_idx: int, size: int, sync: bool, **told: Any) -> Any:
+            both = [torch.cat([batch[0], batch[0]]), torch.cat([batch[1], -batch[1]]), torch.cat([batch[2], batch[2]])]
+            return inner(both, batch_idx, 2 * size, sync, **told)
+
+        run.execute = execute
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [Twice, Doubles])
+def test_callbacks_after_it_may_run_a_batch_twice_or_another_one(where: Any, kind: Any) -> None:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = Bombed()
+        task.bombs[2].arm(where, above)
+        quiet_trainer(max_epochs=1, callbacks=[OOMFallback(), kind()]).fit(task, bombed_loader(24))
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_callback_before_it_that_runs_a_batch_twice_is_refused_when_it_matters(where: Any) -> None:
+    class FailsTheSecondTime(Twice):
+        def on_fit_start(self, run: Run) -> None:
+            execute = run.execute
+            calls = []
+
+            def counted(*arguments: Any, **told: Any) -> Any:
+                calls.append(0)
+                if len(calls) == 2:
+                    run.task.bombs[2].arm(where, 3)  # type: ignore[index, operator, union-attr]
+                return execute(*arguments, **told)
+
+            run.execute = counted
+            super().on_fit_start(run)
+
+    with pytest.raises(NotSupportedError, match="List that callback after it"):
+        quiet_trainer(max_epochs=1, callbacks=[FailsTheSecondTime(), OOMFallback()]).fit(Bombed(), bombed_loader(24))
+
+
+def test_a_loader_that_counts_otherwise_than_its_batches_is_told_of() -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    data = DataLoader([0], batch_size=1, collate_fn=lambda _: classes_batch())  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(DataError, match="by its loader it has 1 samples, and 16 were found in it"):
+        quiet_trainer(max_steps=1, callbacks=[OOMFallback()]).fit(Fails(), data)
+
+
+def classes_batch() -> Any:
+    return next(iter(loader(classes(16), 16)))
+
+
+def test_who_does_without_it_is_told_of_it() -> None:
+    task = Bombed()
+    task.bombs[2].arm("forward", 3)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(max_steps=1).fit(task, bombed_loader(24))
+    assert caught.value.__notes__ == ["callbacks=[OOMFallback()] lets a batch that does not fit go on in pieces."]
