@@ -90,13 +90,16 @@ def release(error: BaseException) -> None:
             each.add_note(_place(each))
             traceback.clear_frames(each.__traceback__)
             each.__traceback__ = None
-    # Of a backward that broke off on the CPU, what was to run next lies in this thread's queue until the next one.
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).square().backward()
     gc.collect()
     with suppress(RuntimeError):  # a device without memory fails here too, and then there is nothing more to be had
         if (accelerator := torch.accelerator.current_accelerator()) is not None:
             getattr(torch, accelerator.type).empty_cache()
+
+
+def release_backward() -> None:
+    """Free what a backward that broke off on the CPU was to do next: it lies in this thread's queue until another one."""
+    with suppress(RuntimeError), torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).square().backward()
 
 
 def peak(device: torch.device) -> str:

@@ -32,7 +32,7 @@ from sanctuary_trainer.batch import join, map_tensors, to_samples
 from sanctuary_trainer.draws import SlicedDraws
 from sanctuary_trainer.errors import DataError, NotSupportedError, OutOfMemoryError
 from sanctuary_trainer.learned import Learned, OOMEvent
-from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release
+from sanctuary_trainer.out_of_memory import is_out_of_memory, peak, release, release_backward
 from sanctuary_trainer.pieces import OOMFailure, Pieces, Smaller
 from sanctuary_trainer.replay import Replay
 from sanctuary_trainer.rewind import Rewind
@@ -366,6 +366,7 @@ class Recovery:
     def _let_go(self, failed: Exception) -> None:
         """An attempt failed: let go of what it holds, and put back what it changed."""
         release(failed)
+        release_backward()
         self._rewinds().put_back()
 
     @contextmanager
