@@ -97,7 +97,7 @@ def release(error: BaseException) -> None:
 
 
 def release_backward() -> None:
-    """Free what a backward that broke off on the CPU was to do next: it lies in this thread's queue until another one."""
+    """Free what a backward that broke off on the CPU was to do next: it waits in this thread for another one."""
     with suppress(RuntimeError), torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).square().backward()
 
