@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sanctuary_trainer.balanced import BalancedBatchSampler
     from sanctuary_trainer.callback import Callback, register_callback
     from sanctuary_trainer.checkpoint_folder import read_checkpoint
     from sanctuary_trainer.errors import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalancedBatchSampler",
     "Callback",
     "CallbackError",
     "CheckpointError",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "balanced": ("BalancedBatchSampler",),
     "callback": ("Callback", "register_callback"),
     "checkpoint_folder": ("read_checkpoint",),
     "errors": (

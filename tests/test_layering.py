@@ -39,6 +39,7 @@ ROOMS = {
     "seeding": 150,
     "rewind": 150,
     "reading": 450,
+    "balanced": 110,
     "iterated": 100,
     "streams": 300,
     "data": 350,

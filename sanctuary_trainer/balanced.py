@@ -1,0 +1,138 @@
+"""Batches of equal cost on all ranks, for samples that differ: pixels, boxes, lengths.
+
+    BalancedBatchSampler
+      draw a plain shuffle
+      for each round:  the next R x B samples of it, and at the end the rest
+        the most expensive first:  into the batch that costs least so far and is not full
+        R batches, each in the order of the shuffle, and the one with the round's first sample first
+
+A round takes the same samples as without balance; only who gets which is chosen. So which rank gets the most expensive
+sample, or the batch that came out more expensive, stays a matter of the shuffle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heapreplace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.utils.data import Sampler
+
+from sanctuary_trainer.errors import SettingsError
+
+__all__ = ["BalancedBatchSampler"]
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Gives rounds of batches, one for each rank, with equal numbers of samples and about equal cost.
+
+        costs = [height * width for height, width in sizes]
+        DataLoader(dataset, batch_sampler=BalancedBatchSampler(costs, batch_size=32))
+
+    Every sample comes once an epoch. Batch k is for rank k % ranks: so deal a Trainer, and accelerate. The shuffle is
+    drawn from torch's global generator, which a Trainer seeds by seed and epoch; elsewhere `torch.manual_seed` fixes
+    it, and has to be alike on all ranks.
+
+    Args:
+        costs: what each sample costs, in any unit (pixels, boxes, tokens): one number of 0 or more per sample, as a
+            sequence, tensor or array; or a function of the data set's index, called once per sample here.
+        batch_size: samples in a batch of one rank.
+        ranks: batches in a round; None is the world size at the time when the sampler is iterated.
+        shuffle: draw another order in each epoch; else rounds follow the order of the data set.
+        drop_last: leave out the last round if it is not full. Else its samples are dealt in equal counts, and fewer
+            samples than ranks give fewer batches.
+        num_samples: the length of the data set: needed where `costs` is a function, else it is compared.
+
+    Raises:
+        SettingsError: the costs are not one finite number of 0 or more per sample, or a size is below 1.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float] | torch.Tensor | np.ndarray[Any, Any] | Callable[[int], float],
+        batch_size: int,
+        *,
+        ranks: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_samples: int | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("ranks", 1 if ranks is None else ranks)):
+            if type(value) is not int or value < 1:
+                raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected a whole number from 1.")
+        self.batch_size, self.ranks, self.shuffle, self.drop_last = batch_size, ranks, shuffle, drop_last
+        self._costs = _checked(costs, num_samples)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, over all ranks."""
+        ranks = _world_size() if self.ranks is None else self.ranks
+        rounds, rest = divmod(len(self._costs), ranks * self.batch_size)
+        return rounds * ranks + (0 if self.drop_last else min(rest, ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ranks = _world_size() if self.ranks is None else self.ranks
+        full, count = ranks * self.batch_size, len(self._costs)
+        order = torch.randperm(count).tolist() if self.shuffle else range(count)
+        for begin in range(0, count - count % full if self.drop_last else count, full):
+            samples = order[begin : begin + full]
+            yield from _deal(samples, self._costs, [len(samples[rank::ranks]) for rank in range(ranks)])
+
+
+def _deal(samples: Sequence[int], costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+    """Deal samples into batches of these sizes and about equal cost; where the size is 0, there is none.
+
+    Longest processing time first (Graham, Bounds on Multiprocessing Timing Anomalies, 1969); a full batch takes no
+    more. Who shares a batch with whom does not depend on the order of the samples, so that ordering the batches by it
+    favours no rank.
+    """
+    batches: list[list[int]] = [[] for size in sizes if size]
+    lightest = [(0.0, number) for number in range(len(batches))]  # a heap
+    for sample in sorted(sorted(samples), key=costs.__getitem__, reverse=True):
+        cost, number = lightest[0]
+        batches[number].append(sample)
+        if len(batches[number]) < sizes[number]:
+            heapreplace(lightest, (cost + costs[sample], number))
+        else:
+            heappop(lightest)
+    place = {sample: place for place, sample in enumerate(samples)}
+    return sorted((sorted(batch, key=place.__getitem__) for batch in batches), key=lambda batch: place[batch[0]])
+
+
+def _checked(costs: Any, num_samples: int | None) -> list[float]:
+    if callable(costs):
+        if num_samples is None:
+            raise SettingsError(
+                "BalancedBatchSampler got a function as costs and cannot know of how many samples. "
+                "Give num_samples=len(dataset) too."
+            )
+        costs = [costs(index) for index in range(num_samples)]
+    if isinstance(costs, torch.Tensor):
+        costs = costs.detach().double().cpu()  # bfloat16 is no type of numpy's
+    try:
+        values = np.asarray(costs, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"BalancedBatchSampler expected one number per sample as costs: {error}.") from error
+    if values.ndim != 1:
+        raise SettingsError(
+            f"BalancedBatchSampler got costs of shape {values.shape}; expected one number per sample, such as "
+            "height * width."
+        )
+    if num_samples is not None and len(values) != num_samples:
+        raise SettingsError(
+            f"BalancedBatchSampler got {len(values)} costs for num_samples={num_samples}; expected one per sample, in "
+            "the order of the data set's indices."
+        )
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise SettingsError(
+            f"BalancedBatchSampler got costs[{wrong[0]}]={values[wrong[0]]:g}; expected a finite number of 0 or more. "
+            f"{len(wrong)} of {len(values)} are wrong."
+        )
+    return values.tolist()  # type: ignore[no-any-return]
+
+
+def _world_size() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
