@@ -147,6 +147,7 @@ class Run:
         self.generators: dict[str, Any] | None = None  # and the generators of this rank
         self.began = time.monotonic()  # earlier by what former attempts took
         self.requests: list[Request] = []  # checkpoints that were asked for at this save point
+        self.gathers: list[tuple[Any, Callable[[list[Any]], None]]] = []  # see `gather`
         self.saves_soon = self.heard_late = self.save_asked = False
         self.at_boundary = False
         # What a checkpoint of now has still before it: the last step's validation, the epoch's end, other checkpoints.
@@ -305,6 +306,16 @@ class Run:
                 return
             # A validation may be left and done again: its images come at its end.
             self.tracking.log_images(full, images, self.state.global_step, later=self.stage == "val")
+
+    def gather(self, value: Any, then: Callable[[list[Any]], None]) -> None:
+        """Ask in `on_evaluation_end`, on all ranks alike, that `then` be called on rank 0 with every rank's value.
+
+        That is done once all callbacks have run the hook, in which ranks may not wait for each other. What `then` logs
+        and shows still belongs to the evaluation; what it raises is raised on all ranks.
+
+        value: goes between processes pickled, with its tensors on the CPU. `then` gets a list of them in rank order.
+        """
+        self.gathers.append((value, then))
 
     def keep_epoch(self, name: str) -> None:
         """Keep the value over the epoch, too, of a full name that the task logs per step alone: as `name_epoch`."""

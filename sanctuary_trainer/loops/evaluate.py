@@ -5,6 +5,7 @@
       for each round: one batch on each rank that has one; all agree once whether to go on
       values over all ranks
     in validation, the same once more with each of the run's variants: other weights
+    hooks, then what they asked to gather over the ranks
     everything put back
 
 The task itself is called, not its wrapper: DDP would broadcast buffers in each forward and wait for ranks that have
@@ -56,6 +57,10 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
         run.publish(metrics)
         with run.devices.together():
             run.callbacks.on_evaluation_end(run, stage, metrics)
+        gathered = gather_asked(run)
+        with run.devices.together():
+            for then, of_ranks in gathered:
+                then(of_ranks)
             if run.tracking is not None:
                 run.tracking.show_held()
         late = run.evaluated()
@@ -135,6 +140,13 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
     finally:
         if feed is not None:
             feed.close()
+
+
+def gather_asked(run: Run) -> list[tuple[Callable[[list[Any]], None], list[Any]]]:
+    """What callbacks asked for with `run.gather`: on rank 0 each `then` with every rank's value, elsewhere nothing."""
+    asked, run.gathers = run.gathers, []
+    rows = run.devices.gather_on_main([value for value, _ in asked]) if asked else []
+    return [(then, [row[i] for row in rows]) for i, (_, then) in enumerate(asked) if rows]
 
 
 @contextmanager
