@@ -6,6 +6,8 @@
     OOMFallback ("oom_fallback")    goes on in pieces where a batch does not fit into memory
     GradientCheckpointing ("gradient_checkpointing")
                                     less memory, more time: activations are computed again in the backward pass
+    ClassificationDashboard ("classification_dashboard")
+                                    where a classifier fails: confusion matrix, classes, the worst images
     ProgressBar ("progress_bar")    how far the run is: a bar in a terminal, a few lines in a log file
     Summary ("summary")             the task at the start of a fit, its results at the end
 
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sanctuary_trainer.callbacks.checkpoint import Checkpoint
+    from sanctuary_trainer.callbacks.classification_dashboard import ClassificationDashboard
     from sanctuary_trainer.callbacks.early_stopping import EarlyStopping
     from sanctuary_trainer.callbacks.ema import EMA
     from sanctuary_trainer.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -32,10 +35,20 @@ if __name__ != "sanctuary_trainer.callbacks":
         f"Import sanctuary_trainer.callbacks instead of {__name__}: it is the same folder.", name=__name__
     )
 
-__all__ = ["Checkpoint", "EMA", "EarlyStopping", "GradientCheckpointing", "OOMFallback", "ProgressBar", "Summary"]  # noqa: RUF022 - as sorted() has them
+__all__ = [  # noqa: RUF022 - as sorted() has them
+    "Checkpoint",
+    "ClassificationDashboard",
+    "EMA",
+    "EarlyStopping",
+    "GradientCheckpointing",
+    "OOMFallback",
+    "ProgressBar",
+    "Summary",
+]
 
 _MODULE_OF = {
     "Checkpoint": "checkpoint",
+    "ClassificationDashboard": "classification_dashboard",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
     "GradientCheckpointing": "gradient_checkpointing",

@@ -331,6 +331,7 @@ DEFAULT_CALLBACKS = ("progress_bar", "summary", "checkpoint")
 # Written out so that a name costs the import of its module only when it is used.
 _BUILT_IN = {
     "checkpoint": "sanctuary_trainer.callbacks.checkpoint:Checkpoint",
+    "classification_dashboard": "sanctuary_trainer.callbacks.classification_dashboard:ClassificationDashboard",
     "oom_fallback": "sanctuary_trainer.callbacks.oom_fallback:OOMFallback",
     "ema": "sanctuary_trainer.callbacks.ema:EMA",
     "gradient_checkpointing": "sanctuary_trainer.callbacks.gradient_checkpointing:GradientCheckpointing",

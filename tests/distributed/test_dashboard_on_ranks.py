@@ -1,0 +1,106 @@
+"""The dashboard of several ranks is that of one, and what callbacks ask to gather comes in rank order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sanctuary_trainer import Callback, RankError, Trainer
+from sanctuary_trainer.callbacks import ClassificationDashboard
+from tests.callbacks.test_classification_dashboard import Classifier, images, keys, same_pictures, shown
+from tests.distributed.workers import Ranks
+from tests.small_tasks import Line, floats, loader, quiet_trainer
+
+
+def train_with_dashboard(folder: str, samples: int, batch_size: int, ties: bool) -> Any:
+    """What rank 0 found in the last of two validations, its metrics and pictures; elsewhere what is left there."""
+    dashboard, task = ClassificationDashboard(num_images=5), Classifier()
+    val = images(samples, seed=2)
+    if ties:  # each image several times, with the same label
+        val = [val[i % 4] for i in range(samples)]
+    trainer = Trainer(
+        max_epochs=2,
+        project_dir=folder,
+        default_callbacks=False,
+        callbacks=[dashboard],
+        cpu=True,
+        seed=0,
+        num_sanity_val_steps=1,
+    )
+    result = trainer.fit(task, loader(images(24), batch_size), {"all": loader(val, batch_size), "two": loader(val[:2])})
+    metrics = {name: value for name, value in result.metrics.items() if "accuracy_of" in name}
+    found = {
+        name: (each.counts, each.total, keys(each.confident_mistakes), keys(each.worst_losses))
+        for name, each in dashboard.found.items()
+    }
+    return found, metrics, str(result.run_dir)
+
+
+@pytest.mark.parametrize(("samples", "ties"), [(37, False), (37, True), (1, False)])
+def test_2_ranks_find_what_1_finds(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, samples: int, ties: bool) -> None:
+    [(alone, metrics, _)] = one_rank(train_with_dashboard, str(tmp_path), samples, 8, ties)
+    found, other = two_ranks(train_with_dashboard, str(tmp_path), samples, 4, ties)
+    assert found[1] == other[1] == pytest.approx(metrics, abs=0)
+    assert found[0].keys() == alone.keys() == {"all", "two"}
+    for name, (counts, total, mistakes, losses) in alone.items():
+        assert np.array_equal(found[0][name][0], counts) and np.array_equal(found[0][name][1], total)
+        assert found[0][name][2:] == (mistakes, losses)
+    assert alone["all"][0].sum() == samples and len(alone["all"][3]) == min(samples, 5)
+    assert other[0] == {}
+
+
+def test_3_ranks_draw_what_1_draws_and_one_of_them_without_a_batch_joins(
+    one_rank: Ranks, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    [(alone, _, first)] = one_rank(train_with_dashboard, str(tmp_path), 2, 12, False)
+    found, *_ = three_ranks(train_with_dashboard, str(tmp_path), 2, 4, False)
+    assert np.array_equal(found[0]["two"][0], alone["two"][0]) and found[0]["two"][2:] == alone["two"][2:]
+    mine, theirs = shown(Path(first)), shown(Path(found[2]))
+    for pictures in (mine, theirs):
+        del pictures["train/images"]  # those of rank 0's own first batch
+    assert same_pictures(mine, theirs)
+
+
+class Gathers(Callback):
+    """Asks twice; the second of them logs what came, or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.came = fails, []
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        def sees(values: list[Any]) -> None:
+            if self.fails:
+                raise ValueError("cannot be drawn")
+            self.came.append(values)
+            run.log("val/ranks", len(values))
+
+        run.gather((stage, run.rank), self.came.append)
+        run.gather([run.rank] * run.rank, sees)
+
+
+def gather_in_a_fit(fails: bool) -> Any:
+    gathers, task = Gathers(fails), Line()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[gathers], num_sanity_val_steps=0)
+    try:
+        result = trainer.fit(task, loader(floats(range(8)), 1), loader(floats(range(4)), 1))
+    except (ValueError, RankError) as error:
+        return type(error).__name__, str(error)
+    return gathers.came, result.metrics["val/ranks"]
+
+
+def test_what_is_gathered_comes_to_rank_0_in_rank_order_and_its_logs_belong_to_the_evaluation(
+    one_rank: Ranks, two_ranks: Ranks
+) -> None:
+    assert one_rank(gather_in_a_fit, False) == [([[("val", 0)], [[]]], 1.0)]
+    first, second = two_ranks(gather_in_a_fit, False)
+    assert first == ([[("val", 0), ("val", 1)], [[], [1]]], 2.0)
+    assert second == ([], 2.0)
+
+
+def test_an_error_in_what_is_done_with_it_ends_all_ranks(two_ranks: Ranks) -> None:
+    (first, _), (second, text) = two_ranks(gather_in_a_fit, True)
+    assert (first, second) == ("ValueError", "RankError")
+    assert "rank 0: ValueError: cannot be drawn" in text
