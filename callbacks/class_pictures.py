@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -173,5 +174,6 @@ def _fitting(text: str, font: Any, width: int) -> str:
     return text + "…"
 
 
+@cache  # reading it takes longer than a word
 def _font(size: int) -> Any:
     return ImageFont.load_default(size)
