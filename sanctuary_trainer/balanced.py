@@ -32,15 +32,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         costs = [height * width for height, width in sizes]
         DataLoader(dataset, batch_sampler=BalancedBatchSampler(costs, batch_size=32))
 
-    Every sample comes once an epoch. Batch k is for rank k % ranks: so deal a Trainer, and accelerate. The shuffle is
-    drawn from torch's global generator, which a Trainer seeds by seed and epoch; elsewhere `torch.manual_seed` fixes
-    it, and has to be alike on all ranks.
+    Every sample comes once an epoch. Batch k is for rank k % ranks; a Trainer deals so, and accelerate does. The
+    shuffle is drawn from torch's global generator, which a Trainer seeds by seed and epoch; elsewhere
+    `torch.manual_seed` fixes it, and has to be called alike on all ranks.
 
     Args:
         costs: what each sample costs, in any unit (pixels, boxes, tokens): one number of 0 or more per sample, as a
             sequence, tensor or array; or a function of the data set's index, called once per sample here.
         batch_size: samples in a batch of one rank.
-        ranks: batches in a round; None is the world size at the time when the sampler is iterated.
+        ranks: batches in a round; None is the world size at the time when the sampler is iterated. Give the former one
+            to go on in the middle of an epoch on another number of ranks.
         shuffle: draw another order in each epoch; else rounds follow the order of the data set.
         drop_last: leave out the last round if it is not full. Else its samples are dealt in equal counts, and fewer
             samples than ranks give fewer batches.

@@ -16,13 +16,14 @@ from tests.small_tasks import quiet_trainer, weights
 from tests.test_balanced import greedy, log_normal
 from tests.test_resume import Cut, CutAt, Everything, Noisy
 
-COUNT, BATCH_SIZE = 35, 3  # a last round with 2 samples or more on each of 1, 2 and 3 ranks: batch norm needs them
+COUNT, BATCH_SIZE = 22, 3
 COSTS = log_normal(COUNT, 1.0)
 EPOCHS = 2
 
 
 def fit_balanced(folder: str, name: str, *cuts: CutAt, workers: int = 0, **settings: Any) -> Everything:
     task = Everything()
+    task.net[1] = torch.nn.Identity()  # batch norm refuses the one sample that a rank may get in a last round
     sampler = BalancedBatchSampler(COSTS, BATCH_SIZE, num_samples=COUNT)
     train = DataLoader(Noisy(COUNT), batch_sampler=sampler, num_workers=workers)
     callbacks = [Checkpoint(every_n_steps=1), *cuts]
