@@ -32,9 +32,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         costs = [height * width for height, width in sizes]
         DataLoader(dataset, batch_sampler=BalancedBatchSampler(costs, batch_size=32))
 
-    Every sample comes once an epoch. Batch k is for rank k % ranks; a Trainer deals so, and accelerate does. The
-    shuffle is drawn from torch's global generator, which a Trainer seeds by seed and epoch; elsewhere
-    `torch.manual_seed` fixes it, and has to be called alike on all ranks.
+    Every sample comes once an epoch. Batch k is for rank k % ranks; a Trainer deals so, and accelerate does with
+    even_batches=False. The shuffle is drawn from torch's global generator, which a Trainer seeds by seed and epoch;
+    elsewhere `torch.manual_seed` fixes it, and has to be called alike on all ranks.
 
     Args:
         costs: what each sample costs, in any unit (pixels, boxes, tokens): one number of 0 or more per sample, as a
