@@ -234,6 +234,7 @@ def test_an_epoch_for_a_given_number_of_ranks_goes_on_with_any(ranks: int) -> No
     rest = [loader.epoch(1, start=Start(samples=2 * 3 * 4, rounds=2)) for loader in loaders]
     found = [each.indices for fetched in zip(*rest, strict=True) for each in fetched if each.batch is not None]
     assert found == batches[2 * 3 :]
+    same_rounds(make_loader(3), ranks)
 
 
 def test_a_fit_reads_every_sample_once_with_any_workers() -> None:
