@@ -13,6 +13,7 @@ sample, or the batch that came out more expensive, stays a matter of the shuffle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from heapq import heappop, heapreplace
 from typing import Any
 
@@ -40,8 +41,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         costs: what each sample costs, in any unit (pixels, boxes, tokens): one number of 0 or more per sample, as a
             sequence, tensor or array; or a function of the data set's index, called once per sample here.
         batch_size: samples in a batch of one rank.
-        ranks: batches in a round; None is the world size at the time when the sampler is iterated. Give the former one
-            to go on in the middle of an epoch on another number of ranks.
+        ranks: batches in a round; None is the world size at the time when the sampler is iterated.
         shuffle: draw another order in each epoch; else rounds follow the order of the data set.
         drop_last: leave out the last round if it is not full. Else its samples are dealt in equal counts, and fewer
             samples than ranks give fewer batches.
@@ -66,17 +66,28 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected a whole number from 1.")
         self.batch_size, self.ranks, self.shuffle, self.drop_last = batch_size, ranks, shuffle, drop_last
         self._costs = _checked(costs, num_samples)
+        self._used = 0
+
+    def after(self, samples: int) -> BalancedBatchSampler:
+        """Sample the rest of an epoch of which so many samples, whole rounds, are used up.
+
+        On as many ranks it is dealt as in the whole epoch, on others anew; drawn from the same state of the generator.
+        """
+        rest = copy(self)
+        rest._used = min(samples, len(self._costs))
+        return rest
 
     def __len__(self) -> int:
         """Batches of an epoch, over all ranks."""
         ranks = _world_size() if self.ranks is None else self.ranks
-        rounds, rest = divmod(len(self._costs), ranks * self.batch_size)
+        rounds, rest = divmod(len(self._costs) - self._used, ranks * self.batch_size)
         return rounds * ranks + (0 if self.drop_last else min(rest, ranks))
 
     def __iter__(self) -> Iterator[list[int]]:
         ranks = _world_size() if self.ranks is None else self.ranks
         full, count = ranks * self.batch_size, len(self._costs)
-        order = torch.randperm(count).tolist() if self.shuffle else range(count)
+        order = (torch.randperm(count).tolist() if self.shuffle else range(count))[self._used :]
+        count -= self._used
         for begin in range(0, count - count % full if self.drop_last else count, full):
             samples = order[begin : begin + full]
             yield from _deal(samples, self._costs, [len(samples[rank::ranks]) for rank in range(ranks)])

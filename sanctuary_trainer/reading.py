@@ -375,7 +375,9 @@ class MapReader(Reader):
     """A data set with keys. Lists of keys are dealt, so every rank knows each round of the epoch beforehand.
 
     With torch's own BatchSampler samples are dealt, so that R ranks with batches of B read what one rank with batches
-    of R x B would; what a custom batch sampler, or a loader with batch_size=None, gives is dealt in whole batches.
+    of R x B would; what a custom batch sampler, or a loader with batch_size=None, gives is dealt in whole batches. One
+    for as many ranks as there are (`ranks` is None) may have `after(samples)`, which gives a sampler of the rest of an
+    epoch: so it can be dealt to another R.
 
     Args:
         same_order: draw the order of epoch 0 in every epoch.
@@ -396,6 +398,8 @@ class MapReader(Reader):
                     _WholeBatches(self._sampler, self._source.batch_sampler.batch_size),
                     False,
                 )
+        # Only of rounds made for these ranks: else what is used up may end inside of one.
+        self._gives_rest = not part.own and hasattr(self._sampler, "after") and self._sampler.ranks is None
         self._per_round = part.dealt * (self.batch_size or 1)  # samples; batches where whole batches are dealt
         self._same_order = same_order
         self._waiting: deque[_Share] = deque()  # what was sent to the loader and has not come back
@@ -437,7 +441,7 @@ class MapReader(Reader):
     def open(self, epoch: int, start: Start, limit: int | None) -> Generator[Fetched, None, None]:
         set_epoch(self._source.datasets(), epoch)
         self._fetch.generators.look_up_anew()
-        take = self._draw(0 if self._same_order else epoch)
+        take = self._draw(0 if self._same_order else epoch, start)
         send = self._send(take, epoch, self._skip(take, start), limit)
         self._lists.begin = lambda: send
         return self._read(epoch)
@@ -449,7 +453,7 @@ class MapReader(Reader):
         if self._by_samples:
             entries -= min(entries, start.samples)
         elif start != BEGINNING:
-            take = self._draw(0 if self._same_order else epoch)
+            take = self._draw(0 if self._same_order else epoch, start)
             _, _, chunk = self._skip(take, start)
             entries = len(chunk) + len(take(entries))
         return entries // self._per_round if self._drops else -(-entries // self._per_round)
@@ -489,10 +493,13 @@ class MapReader(Reader):
                     yield share[0]
             chunk = []
 
-    def _draw(self, epoch: int) -> _Take:
+    def _draw(self, epoch: int, start: Start) -> _Take:
         """Draw the order of one epoch."""
-        sampler, entries = self._sampler, length(self._sampler)
+        sampler = self._sampler
         set_epoch(self.drawing(), epoch)
+        if self._gives_rest:
+            sampler = sampler.after(self._used(start)[0])
+        entries = length(sampler)
         if entries is not None and type(sampler) in (SequentialSampler, range):
             rest = iter(range(entries))  # not a list: there may be 1e9
             return lambda n: list(islice(rest, n))
@@ -523,16 +530,22 @@ class MapReader(Reader):
         if more:
             warn(f"{sampler} gives more than its length {entries}; an epoch ends there.", stacklevel=2)
 
+    def _used(self, start: Start) -> tuple[int, int]:
+        """Samples and batches of this part that are used up."""
+        saved = self._part.saved(start, "keys", self._source.name)
+        return (
+            (start.samples, start.rounds * self._part.dealt) if saved is None else (saved["samples"], saved["batches"])
+        )
+
     def _skip(self, take: _Take, start: Start) -> tuple[int, int, list[Any]]:
         """Leave out what is used up.
 
         Returns:
             The position reached, the number of the next batch, and what is left of a whole batch used in part.
         """
-        saved = self._part.saved(start, "keys", self._source.name)
-        samples, batches = start.samples, start.rounds * self._part.dealt
-        if saved is not None:
-            samples, batches = saved["samples"], saved["batches"]
+        samples, batches = self._used(start)
+        if self._gives_rest:
+            return samples, batches * self._between, []
         if self.batch_size is not None:
             return len(take(samples)), -(-samples // self.batch_size) * self._between, []
         first = take(1) if samples or batches else []

@@ -92,12 +92,14 @@ class ImageClassification(VisionTask):
         images, labels = _images(batch), _labels(batch)
         return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Logits (B, K), for callbacks that look at them."""
         images, labels = _images(batch), _labels(batch)
-        logits = self(images)
+        logits: Tensor = self(images)
         self.accuracy.update(logits.argmax(1), labels)
         self.log("loss", F.cross_entropy(logits, labels))
         self.log("accuracy", self.accuracy)
+        return logits
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Probabilities (B, K). The batch may also be images alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,32 @@ def test_a_fit_that_was_cut_off_goes_on_bit_for_bit(two_ranks: Ranks, run_folder
 
 def test_three_ranks_go_on_bit_for_bit(three_ranks: Ranks, run_folder: Path) -> None:
     assert three_ranks(cut_and_go_on, str(run_folder), 0, timeout=100) == [True] * 3
+
+
+def cut(folder: str, step: int) -> list[int]:
+    task = fit_balanced(folder, "cut", CutAt("on_train_batch_start", step))
+    return [sample for _, _, samples in task.given for sample in samples]
+
+
+def go_on(folder: str) -> list[tuple[int, list[int]]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Changed since the checkpoint")
+        task = fit_balanced(folder, "cut")
+    return [(number, samples) for epoch, number, samples in task.given if epoch == 0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_another_number_of_ranks_balances_the_rest_of_the_epoch(
+    before: int, after: int, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, run_folder: Path
+) -> None:
+    ranks = {1: one_rank, 2: two_ranks, 3: three_ranks}
+    used = [sample for of_one in ranks[before](cut, str(run_folder), 1) for sample in of_one]
+    rounds: dict[int, list[list[int]]] = {}
+    for of_one in ranks[after](go_on, str(run_folder)):
+        for number, samples in of_one:
+            rounds.setdefault(number, []).append(samples)
+    rest = [sample for batches in rounds.values() for batch in batches for sample in batch]
+    assert len(used) == before * BATCH_SIZE and sorted(used + rest) == list(range(COUNT))
+    for batches in list(rounds.values())[:-1]:
+        expected = greedy(COSTS, [sample for batch in batches for sample in batch], after, BATCH_SIZE)
+        assert sorted(map(sorted, batches)) == sorted(map(sorted, expected))
