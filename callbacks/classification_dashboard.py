@@ -208,7 +208,8 @@ class ClassificationDashboard(Callback):
                 "many. Give images= a function that finds them in (batch, outputs)."
             )
         self._class_names(run, logits.shape[1])
-        return images.detach(), logits.detach(), labels.detach()
+        # Outputs of a batch that ran in pieces (OOMFallback) lie on the host.
+        return images.detach(), logits.detach().to(images.device), labels.detach().to(images.device)
 
     def _images(self, batch: Any, outputs: Any, where: str) -> Tensor:
         images = _pair(batch, 0, "images") if self.images is None else self.images(batch, outputs)

@@ -8,7 +8,7 @@ import random
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,15 @@ from tests.bombs import Bombed, bombed_loader
 from tests.small_tasks import Net, classes, loader, quiet_trainer, weights
 
 Arm = Callable[[Bombed], None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Every failure collects garbage: what earlier tests left behind would be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
