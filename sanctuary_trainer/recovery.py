@@ -152,6 +152,7 @@ class Recovery:
                 return None
             in_backward = replay.broke_off()
             if isinstance(error, _Drawn):
+                replay.unhook()
                 return None
             failure = OOMFailure(self._run.stage, "backward" if in_backward else "forward", count, error)
             # Once DDP waits for gradients, it takes them from one backward alone.
@@ -167,8 +168,10 @@ class Recovery:
             parts.extend(self._complete(inner, pieces, batch_idx, missing, syncs, failure))
             return None
 
-        self._walk(batch, size, attempt)
-        replay.forget()
+        try:
+            self._walk(batch, size, attempt)
+        finally:
+            replay.forget()
         return _mean(parts)
 
     def _complete(

@@ -1008,3 +1008,36 @@ def test_who_does_without_it_is_told_of_it() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         quiet_trainer(max_steps=1).fit(task, bombed_loader(24))
     assert caught.value.__notes__ == ["callbacks=[OOMFallback()] lets a batch that does not fit go on in pieces."]
+
+
+class Keeps(torch.optim.SGD):
+    """Leaves its gradients as views of one tensor, as DDP's buckets are, whatever it is told."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        parameters = self.param_groups[0]["params"]
+        bucket = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+        for parameter, part in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+class WithViews(Bombed):
+    def configure_optimizers(self) -> Any:
+        return Keeps(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_that_are_views_of_one_tensor_are_told_apart_and_no_hook_stays(where: Any, dropout: float) -> None:
+    found = []
+    for above in (100, 3):
+        torch.manual_seed(0)
+        task = WithViews(dropout=dropout)
+        task.bombs[2].arm(where, above)
+        quiet_trainer(max_epochs=1, callbacks=[OOMFallback()]).fit(task, bombed_loader(24))
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in task.parameters())  # type: ignore[attr-defined]
+        found.append(weights(task))
+    assert torch.allclose(*found, rtol=0, atol=1e-12)
+    task.bombs[2].arm(where, 0, error=lambda: ValueError("mine"))
+    with pytest.raises(ValueError, match="mine"):
+        quiet_trainer(max_epochs=1, callbacks=[OOMFallback(piece_size=2)]).fit(task, bombed_loader(24))
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in task.parameters())  # type: ignore[attr-defined]
