@@ -392,6 +392,9 @@ def _enter(call: _Call, rank: int, environment: dict[str, str]) -> None:
     if call.world_size > 1:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.chdir(call.current_folder)
+    # torch replaces its thread pool at the first use after a fork, without a lock: two of autograd's threads that start
+    # at once abort with "Invalid thread pool". This makes the first use while there is one thread.
+    sys.modules["torch"].set_num_threads(1)
     # Every new process draws differently from these two; torch's generator starts alike everywhere, and is left so.
     random.seed()
     sys.modules["numpy"].random.seed()
