@@ -3,24 +3,23 @@
 Where no experiment is described, TensorBoard's hparams plugin takes the metrics that it shows from the run's own
 scalars, so a session's start and end are all that is needed (accelerate's tracker and `SummaryWriter.add_hparams` write
 a second run for them).
+
+Of several layouts of the page "Custom Scalars" TensorBoard takes the last, so a new one is written whenever a new name
+asks for another chart. All stand at step 0, where no restart of a run drops them.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
-
-from sanctuary_trainer.errors import DataError
+from sanctuary_trainer.board_layout import board_layout
 
 _FLUSH_SECONDS: Final = 30
-_MOST_IMAGES: Final = 64
-_IMAGES_PER_ROW: Final = 8
+_MOST_NAMES: Final = 2000  # that are looked at for charts
 _SUFFIX: Final = ".sanctuary"  # ours among the event files of a run's folder
 
 
@@ -30,12 +29,18 @@ class EventFile:
     Args:
         run_dir: where it lies.
         hparams: of the session.
-        from_step: the folder holds the file of a former attempt, which a TensorBoard may be showing: it is told to
-            drop its points from this step on.
+        from_step: a TensorBoard that shows the file of a former attempt is told to drop its points from this step on.
+        names: of scalars that the run has written before.
+
+    `names` holds those of all scalars, as keys.
     """
 
     def __init__(
-        self, run_dir: Path, hparams: Mapping[str, bool | int | float | str], from_step: int | None = None
+        self,
+        run_dir: Path,
+        hparams: Mapping[str, bool | int | float | str],
+        from_step: int = 0,
+        names: Iterable[str] = (),
     ) -> None:
         # Here, because the import costs a quarter of a second.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -57,16 +62,21 @@ class EventFile:
         self._writer = EventFileWriter(
             str(run_dir), max_queue_size=100, flush_secs=_FLUSH_SECONDS, filename_suffix=_SUFFIX
         )
-        if from_step is not None:
-            self._writer.add_event(
-                Event(wall_time=time.time(), step=from_step, session_log=SessionLog(status=SessionLog.START))
-            )
+        # Also in the first file of a run: TensorBoard takes the first such event that it reads for no restart.
+        restart = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=from_step, session_log=restart))
         self._write_session(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+        self.names = dict.fromkeys(names)
+        self._layout: dict[str, dict[str, str]] | None = None
+        self._lay_out()  # a page whose only layout was dropped is an error
         self._writer.flush()
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
         value = self._summary.Value
         self._write([value(tag=name, simple_value=number) for name, number in values.items()], step)
+        if not values.keys() <= self.names.keys() and len(self.names) < _MOST_NAMES:
+            self.names.update(dict.fromkeys(values))
+            self._lay_out()
 
     def add_image(self, name: str, grid: Any, step: int) -> None:
         from PIL import Image
@@ -78,6 +88,9 @@ class EventFile:
             height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
         )
         self._write([self._summary.Value(tag=name, image=image)], step)
+
+    def add_text(self, name: str, markdown: str, step: int) -> None:
+        self._write_bytes(name, "text", markdown.encode(errors="backslashreplace"), step)
 
     def flush(self) -> None:
         """Write all that is pending; raises what the writing thread met."""
@@ -95,6 +108,30 @@ class EventFile:
         about = metadata.create_summary_metadata(plugin_data.HParamsPluginData(**info))
         self._write([self._summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)], 0)
 
+    def _lay_out(self) -> None:
+        from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+        layout = board_layout(self.names)
+        if layout == self._layout:
+            return
+        self._layout, written = layout, layout_pb2.Layout()
+        for section, charts in layout.items():
+            category = written.category.add(title=section)
+            for chart, curves in charts.items():
+                category.chart.add(title=chart, multiline=layout_pb2.MultilineChartContent(tag=[curves]))
+        self._write_bytes(metadata.CONFIG_SUMMARY_TAG, metadata.PLUGIN_NAME, written.SerializeToString(), 0)
+
+    def _write_bytes(self, tag: str, plugin: str, content: bytes, step: int) -> None:
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+        about = summary_pb2.SummaryMetadata(
+            plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin),
+            data_class=summary_pb2.DATA_CLASS_TENSOR,
+        )
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[content])
+        tensor.tensor_shape.SetInParent()  # one text, not a list of them
+        self._write([self._summary.Value(tag=tag, metadata=about, tensor=tensor)], step)
+
     def _write(self, values: list[Any], step: int) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
@@ -108,49 +145,3 @@ def _wait_for_a_later_name(run_dir: Path) -> None:
     """TensorBoard reads files by name, which begins with the second: of one second they may come in either order."""
     while (files := event_files(run_dir)) and files[-1].name.split(".")[3] == f"{int(time.time()):010d}":
         time.sleep(0.02)
-
-
-def image_grid(name: str, images: Any) -> Any:
-    """The first 64 images side by side, 8 in a row, as one (H, W, 3) uint8 array.
-
-    images: (N, C, H, W) or (C, H, W), C = 1 or 3, or a list of (C, H, W) of one size; float in [0, 1] (clipped; NaN is
-    black) or uint8. A PIL image, or a list of these. Raises `DataError`.
-    """
-    given = _as_tensor(name, images)
-    tensor = given.unsqueeze(0) if given.dim() == 3 else given
-    if tensor.dim() != 4 or tensor.shape[1] not in (1, 3) or 0 in tensor.shape:
-        raise DataError(
-            f"log_image({name!r}) got images of shape {tuple(given.shape)}; expected (N, C, H, W) or "
-            "(C, H, W) with 1 or 3 channels."
-        )
-    tensor = tensor[:_MOST_IMAGES].cpu()
-    if tensor.is_floating_point():
-        tensor = (tensor.float().nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
-    elif tensor.dtype != torch.uint8:
-        raise DataError(f"log_image({name!r}) got {tensor.dtype}; expected float in [0, 1] or uint8 in [0, 255].")
-    tensor = tensor.expand(-1, 3, -1, -1)
-    count, _, height, width = tensor.shape
-    columns = min(count, _IMAGES_PER_ROW)
-    rows = -(-count // columns)
-    grid = tensor.new_zeros(rows * columns, 3, height, width)
-    grid[:count] = tensor
-    grid = grid.reshape(rows, columns, 3, height, width).permute(0, 3, 1, 4, 2)  # rows, H, columns, W, 3
-    return grid.reshape(rows * height, columns * width, 3).numpy()
-
-
-def _as_tensor(name: str, images: Any) -> torch.Tensor:
-    try:
-        return _stacked(images).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"log_image({name!r}) got {type(images).__name__}: {error}. A tensor or array of images, a PIL image, or a "
-            "list of images of one size was expected."
-        ) from None
-
-
-def _stacked(images: Any) -> torch.Tensor:
-    if isinstance(images, (list, tuple)):
-        return torch.stack([_stacked(image) for image in images[:_MOST_IMAGES]])
-    if hasattr(images, "convert"):  # PIL's
-        return torch.from_numpy(np.array(images.convert("RGB"))).permute(2, 0, 1)
-    return torch.as_tensor(images)

@@ -3,7 +3,7 @@
     Tracking(run_dir, ...)
       open()                 open the files, write the hyper-parameters          main process; nothing elsewhere
       log(values, step)      one event and one JSON line                         the line at once, events every 30 s
-      log_images(...)        one grid
+      log_images, log_text   one grid; one text
     reached()                bring all of it to the disk; how far the files have come, for a checkpoint
     close(status)            end the session, flush, close
 
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sanctuary_trainer.checkpointing import to_disk
-from sanctuary_trainer.errors import SettingsError
-from sanctuary_trainer.event_file import EventFile, event_files, image_grid
+from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.event_file import EventFile, event_files
 from sanctuary_trainer.hparams import flatten_hparams
+from sanctuary_trainer.image_grid import image_grid
 
 LINES = "metrics.jsonl"
 
@@ -63,12 +64,13 @@ class Tracking:
     ) -> None:
         self._names = check_log_with(log_with)
         self._hparams, self._is_main = flatten_hparams(hparams), is_main
-        self._bytes, self._step = {} if reached is None else reached["bytes"], step
+        self._reached = {"last_step": None, "bytes": {}, "names": []} if reached is None else reached
+        self._step = step
         self._opened = False
         self._lines: TextIO | None = None
         self._board: EventFile | None = None
         self._run_dir = run_dir
-        self._last_step: int | None = None if reached is None else reached["last_step"]
+        self._last_step: int | None = self._reached["last_step"]
         self.trackers: list[Any] = []
         self._held: list[tuple[str, Any, int]] = []
 
@@ -84,10 +86,10 @@ class Tracking:
             opened.callback(self.close, "failure")
             if self._is_main:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                begun = cut_files(run_dir, self._bytes)
+                cut_files(run_dir, self._reached["bytes"])
                 self._lines = (run_dir / LINES).open("a", encoding="utf-8", buffering=1)
                 if "tensorboard" in names:
-                    self._board = EventFile(run_dir, self._hparams, from_step=self._step if begun else None)
+                    self._board = EventFile(run_dir, self._hparams, self._step, self._reached["names"])
             for tracker in (_accelerate_tracker(name, run_dir) for name in names if name != "tensorboard"):
                 tracker.start()
                 self.trackers.append(tracker)
@@ -139,14 +141,28 @@ class Tracking:
                 if hasattr(tracker, "log_images"):
                     tracker.log_images({name: [grid]}, step=step)
 
+    def log_text(self, name: str, markdown: str, step: int) -> None:
+        """Show a text in TensorBoard, as Markdown. accelerate's other trackers have no common way to take one.
+
+        Raises:
+            DataError: it is no text.
+        """
+        if not isinstance(markdown, str):
+            raise DataError(f"log_text({name!r}) got {type(markdown).__name__}; a str was expected.")
+        self.open()
+        if self._board is not None:
+            self._board.add_text(name, markdown, step)
+
     def reached(self) -> dict[str, Any]:
         """Bring what was written to the disk, and tell how far the files have come."""
         if self._board is not None:
             self._board.flush()
-        files = written_files(self._run_dir) if self._lines is not None else []
-        for file in files:
+        names = [] if self._board is None else list(self._board.names)
+        sizes: dict[str, int] = {}
+        for file in written_files(self._run_dir) if self._lines is not None else []:
             to_disk(file)
-        return {"last_step": self._last_step, "bytes": {file.name: file.stat().st_size for file in files}}
+            sizes[file.name] = file.stat().st_size
+        return {"last_step": self._last_step, "bytes": sizes, "names": names}
 
     def close(self, status: str = "success") -> None:
         """Write everything that is pending and close. status: "success", "failure" or "unknown"."""
@@ -166,19 +182,13 @@ def written_files(run_dir: Path) -> list[Path]:
     return [path for path in (run_dir / LINES, *event_files(run_dir)) if path.is_file()]
 
 
-def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> bool:
-    """Cut the trackers' files to these sizes in bytes; those that have none are emptied, or removed.
-
-    Returns:
-        Whether there was anything: who reads the curves at the same time must be told that they begin anew.
-    """
-    files = written_files(run_dir)
-    for file in files:
+def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Cut the trackers' files to these sizes in bytes; those that have none are removed."""
+    for file in written_files(run_dir):
         if file.name in sizes:
             os.truncate(file, min(sizes[file.name], file.stat().st_size))
         else:
             file.unlink()
-    return bool(files)
 
 
 def check_log_with(log_with: Any) -> list[Any]:

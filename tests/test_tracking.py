@@ -21,8 +21,8 @@ from PIL import Image
 from torch import nn
 
 from sanctuary_trainer.errors import DataError, SettingsError
-from sanctuary_trainer.event_file import image_grid
 from sanctuary_trainer.hparams import flatten_hparams
+from sanctuary_trainer.image_grid import image_grid
 from sanctuary_trainer.tracking import Tracking, check_log_with
 
 
