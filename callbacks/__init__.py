@@ -8,8 +8,10 @@
                                     less memory, more time: activations are computed again in the backward pass
     ClassificationDashboard ("classification_dashboard")
                                     where a classifier fails: confusion matrix, classes, the worst images
+    LoadBalance ("load_balance")    which rank is slow, why, what it costs everybody, what to try first
     ProgressBar ("progress_bar")    how far the run is: a bar in a terminal, a few lines in a log file
     Summary ("summary")             the task at the start of a fit, its results at the end
+    Throughput ("throughput")       samples per second, time per step, time to the end, share of the time in the model
 
 Each class is imported when it is first used.
 """
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     from sanctuary_trainer.callbacks.early_stopping import EarlyStopping
     from sanctuary_trainer.callbacks.ema import EMA
     from sanctuary_trainer.callbacks.gradient_checkpointing import GradientCheckpointing
+    from sanctuary_trainer.callbacks.load_balance import LoadBalance
     from sanctuary_trainer.callbacks.oom_fallback import OOMFallback
     from sanctuary_trainer.callbacks.progress_bar import ProgressBar
     from sanctuary_trainer.callbacks.summary import Summary
+    from sanctuary_trainer.callbacks.throughput import Throughput
 
 if __name__ != "sanctuary_trainer.callbacks":
     # In a checkout the folder can be found under a second name, and its classes would exist twice.
@@ -41,9 +45,11 @@ __all__ = [  # noqa: RUF022 - as sorted() has them
     "EMA",
     "EarlyStopping",
     "GradientCheckpointing",
+    "LoadBalance",
     "OOMFallback",
     "ProgressBar",
     "Summary",
+    "Throughput",
 ]
 
 _MODULE_OF = {
@@ -52,9 +58,11 @@ _MODULE_OF = {
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
     "GradientCheckpointing": "gradient_checkpointing",
+    "LoadBalance": "load_balance",
     "OOMFallback": "oom_fallback",
     "ProgressBar": "progress_bar",
     "Summary": "summary",
+    "Throughput": "throughput",
 }
 
 

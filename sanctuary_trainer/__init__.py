@@ -7,9 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sanctuary_trainer.balance import Balance, History, Measured, RankTimes
     from sanctuary_trainer.balanced import BalancedBatchSampler
     from sanctuary_trainer.callback import Callback, register_callback
     from sanctuary_trainer.checkpoint_folder import read_checkpoint
+    from sanctuary_trainer.clock import LAPS, Trail
+    from sanctuary_trainer.diagnosis import CAUSES, Finding
     from sanctuary_trainer.errors import (
         CallbackError,
         CheckpointError,
@@ -32,24 +35,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - as sorted() has them
+    "Balance",
     "BalancedBatchSampler",
+    "CAUSES",
     "Callback",
     "CallbackError",
     "CheckpointError",
     "DataError",
+    "Finding",
     "FitResult",
+    "History",
+    "LAPS",
+    "Measured",
     "NotSupportedError",
     "OOMEvent",
     "OOMFailure",
     "OutOfMemoryError",
     "RankError",
+    "RankTimes",
     "Run",
     "RunFolderError",
     "RunState",
     "SanctuaryError",
     "SettingsError",
     "TaskError",
+    "Trail",
     "Trainer",
     "VisionTask",
     "load_predictions",
@@ -58,9 +69,12 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "balance": ("Balance", "History", "Measured", "RankTimes"),
     "balanced": ("BalancedBatchSampler",),
     "callback": ("Callback", "register_callback"),
     "checkpoint_folder": ("read_checkpoint",),
+    "clock": ("LAPS", "Trail"),
+    "diagnosis": ("CAUSES", "Finding"),
     "errors": (
         "CallbackError",
         "CheckpointError",

@@ -263,6 +263,15 @@ def move(batch: Any, device: torch.device | str, non_blocking: bool = False, cha
     return _rebuild(batch, values)
 
 
+def count_values(batch: Any) -> int:
+    """How many numbers the tensors and arrays of a batch hold: of images, channels times pixels."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if isinstance(batch, np.ndarray):
+        return batch.size
+    return sum(map(count_values, batch if type(batch) in (list, tuple) else _fields(batch) or ()))
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """The same nesting with each tensor replaced by `function(tensor)`; the same object where nothing changed."""
     if isinstance(batch, torch.Tensor):

@@ -48,6 +48,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.errors import CallbackError
 
 if TYPE_CHECKING:
@@ -162,6 +163,18 @@ HOOKS: tuple[str, ...] = tuple(
 # At a save point all ranks must know whether checkpoints follow.
 _ALWAYS = ("on_save_point", "on_exception", "on_fit_end", "teardown")
 
+# The hooks of training whose time can be told by class, and the lap in which they stand.
+_TIMED = {
+    "on_train_epoch_start": "callbacks",
+    "on_train_batch_start": "callbacks",
+    "on_train_batch_end": "callbacks",
+    "on_before_optimizer_step": "callbacks",
+    "on_train_step_end": "callbacks",
+    "on_train_epoch_end": "callbacks",
+    "on_log": "logging",
+    "on_save_point": "checkpoint",
+}
+
 # What to write instead of hooks of Lightning and transformers that have another name here.
 _ELSEWHERE = {
     "on_after_batch_to_device": "on_after_batch_transfer",
@@ -260,13 +273,12 @@ class Callbacks:
                     f"name the settings that differ in {type(callback).__qualname__}.identifying."
                 )
             keys.add(callback.state_key)
-        self._heard: set[str] = set()
+        self._calls: dict[str, list[Callable[..., None]]] = {}
         for hook in HOOKS:
             calls = [getattr(owner, hook) for owner in (task, *self._callbacks) if _overrides(owner, hook)]
             for call in calls:
                 _refuse_wrong_signature(hook, call)
-            if calls:
-                self._heard.add(hook)
+            self._calls[hook] = calls
             setattr(self, hook, _as_one(calls, always=hook in _ALWAYS))
         self._savers = [callback for callback in self._callbacks if _overrides(callback, "on_save_point")]
         if task is not None and _overrides(task, "on_save_point"):
@@ -278,7 +290,13 @@ class Callbacks:
 
     def has(self, hook: str) -> bool:
         """Whether somebody overrides `hook`; lets a loop leave out what is gathered for that hook alone."""
-        return hook in self._heard
+        return bool(self._calls[hook])
+
+    def time_with(self, clock: Clock) -> None:
+        """From now on count the time of the training hooks by the class they belong to: lap "callbacks:EMA"."""
+        for hook, lap in _TIMED.items():
+            calls = [_timed(call, clock, lap) for call in self._calls[hook]]
+            setattr(self, hook, _as_one(calls, always=hook in _ALWAYS))
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -303,6 +321,17 @@ def _refuse_wrong_signature(hook: str, call: Callable[..., None]) -> None:
 
 def _nobody(*arguments: object) -> None:
     """A hook that nobody overrides."""
+
+
+def _timed(call: Callable[..., None], clock: Clock, lap: str) -> Callable[..., None]:
+    name = f"{lap}:{type(getattr(call, '__self__', call)).__qualname__}"
+
+    def timed(*arguments: object) -> None:
+        began = clock.enter()
+        call(*arguments)
+        clock.leave(name, began)
+
+    return timed
 
 
 def _as_one(calls: Sequence[Callable[..., None]], *, always: bool) -> Callable[..., None]:
@@ -335,8 +364,10 @@ _BUILT_IN = {
     "oom_fallback": "sanctuary_trainer.callbacks.oom_fallback:OOMFallback",
     "ema": "sanctuary_trainer.callbacks.ema:EMA",
     "gradient_checkpointing": "sanctuary_trainer.callbacks.gradient_checkpointing:GradientCheckpointing",
+    "load_balance": "sanctuary_trainer.callbacks.load_balance:LoadBalance",
     "progress_bar": "sanctuary_trainer.callbacks.progress_bar:ProgressBar",
     "summary": "sanctuary_trainer.callbacks.summary:Summary",
+    "throughput": "sanctuary_trainer.callbacks.throughput:Throughput",
 }
 _registered: dict[str, type[Callback]] = {}
 

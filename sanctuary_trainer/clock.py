@@ -3,31 +3,59 @@
     clock.start()
     batch = next(batches)
     clock.lap("data")              the time since start() was spent on data
-    loss = forward_and_backward(batch)
-    clock.lap("compute")           the time since the lap before was spent on computing
+    loss = forward(batch)
+    clock.lap("forward")           the time since the lap before was spent on the forward
+    began = clock.enter()
+    all_reduce(loss)
+    clock.leave("wait", began)     this time is left out of whatever lap is running
 
-The clock reads the host's time and never waits for a device: what an accelerator still has in its queue is counted in
-the lap in which somebody waits for it. One lap costs about 0.2 us, so it may stand in the loop.
+The clock reads the host's time and never waits for a device. One lap costs about 0.2 us, so it may stand in the loop.
+Where the host runs ahead of an accelerator its time says little: there a `Trail` notes the laps of some steps on the
+device's own timeline.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from time import perf_counter
+
+import torch
+
+# What the time of a fit's loop is spent on; "wait" is for other ranks and for communication, in whatever lap.
+LAPS = (
+    "data",
+    "h2d",
+    "forward",
+    "backward",
+    "wait",
+    "optimizer",
+    "callbacks",
+    "logging",
+    "validation",
+    "checkpoint",
+)
 
 
 class Clock:
-    """Adds up the seconds of named laps on this rank."""
+    """Adds up the seconds of named laps on this rank.
 
-    __slots__ = ("_mark", "_seconds", "_taken")
+    Attributes:
+        trail: notes the same laps on the device's timeline while it is set.
+        sampling: whether the running step may cost more, for what only hooks on its gradients tell; set by who reports
+            the times.
+    """
+
+    __slots__ = ("_mark", "_seconds", "sampling", "trail")
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._taken: defaultdict[str, float] = defaultdict(float)
         self._mark = perf_counter()
+        self.trail: Trail | None = None
+        self.sampling = False
 
     def start(self) -> None:
-        """Sets the mark: time before it belongs to no lap (an evaluation between two batches, say)."""
+        """Sets the mark: time before it belongs to no lap (what comes before the first epoch, say)."""
         self._mark = perf_counter()
 
     def lap(self, name: str) -> None:
@@ -35,18 +63,76 @@ class Clock:
         now = perf_counter()
         self._seconds[name] += now - self._mark
         self._mark = now
+        if self.trail is not None:
+            self.trail.mark(name)
 
-    def take(self) -> dict[str, float]:
-        """Seconds per name since the last take, which start again at nothing; the mark stays where it is.
+    def enter(self) -> float:
+        """Begins a lap inside another one; to be given to `leave`."""
+        if self.trail is not None:
+            self.trail.mark(None)
+        return perf_counter()
 
-        For the one who reports the times; anybody else compares two values of `total`, which a take leaves as it is.
-        """
-        seconds = dict(self._seconds)
-        for name, value in seconds.items():
-            self._taken[name] += value
-        self._seconds.clear()
-        return seconds
+    def leave(self, name: str, began: float) -> None:
+        """Adds the time since `began` to `name` and leaves it out of the lap that is running."""
+        spent = perf_counter() - began
+        self._seconds[name] += spent
+        self._mark += spent
+        if self.trail is not None:
+            self.trail.mark(name, inner=True)
 
     def total(self, name: str) -> float:
         """Seconds under `name` since the clock was made; 0.0 for a name without a lap."""
-        return self._taken.get(name, 0.0) + self._seconds.get(name, 0.0)
+        return self._seconds.get(name, 0.0)
+
+    def totals(self) -> dict[str, float]:
+        """Seconds under every name since the clock was made."""
+        return dict(self._seconds)
+
+
+class Trail:
+    """Laps on an accelerator's own timeline: an event in its queue at each, read when the device has passed them all.
+
+    make_event: makes what is recorded in the queue, with `record()`, `synchronize()` and `elapsed_time(later)`
+        in milliseconds; by default torch's events of that device.
+    """
+
+    def __init__(self, device: torch.device, make_event: Callable[[], torch.Event] | None = None) -> None:
+        self._make = make_event or (lambda: torch.Event(device.type, enable_timing=True))
+        self._marks: list[tuple[str | None, torch.Event]] = []
+        self._inner: set[int] = set()  # places of the marks that end a lap inside another one
+        self._arrival: torch.Event | None = None
+        self.mark(None)
+
+    def mark(self, name: str | None, inner: bool = False) -> None:
+        """What is queued since the mark before belongs to `name`; of None the next lap says what it was."""
+        event = self._make()
+        event.record()
+        if inner:
+            self._inner.add(len(self._marks))
+        self._marks.append((name, event))
+
+    def arrive(self) -> None:
+        """Notes the present place in the queue, in place of the one noted before."""
+        if self._arrival is None:
+            self._arrival = self._make()
+        self._arrival.record()
+
+    def leave_since_arrival(self, name: str) -> None:
+        """What is queued since the last arrival belongs to `name`, whatever lap is running."""
+        if self._arrival is not None:
+            self._marks.append((None, self._arrival))
+            self._arrival = None
+            self.mark(name, inner=True)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds on the device's timeline by name, to the last lap; waits where the device has not come there."""
+        self._marks[-1][1].synchronize()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        lap: str | None = None
+        for i in range(len(self._marks) - 1, 0, -1):
+            name, event = self._marks[i]
+            if name is not None and i not in self._inner:
+                lap = name
+            if name := name or lap:
+                seconds[name] += self._marks[i - 1][1].elapsed_time(event) / 1000
+        return dict(seconds)

@@ -101,6 +101,7 @@ class RankLoader:
         if source is not None and world_size > 1 and (sharding := _sharding_samplers(source)):
             own = self._own_sharding(type(sharding[0]).__name__, name)
         self._own = own
+        self.num_workers: int | None = None if source is None else source.options["num_workers"]  # processes that read
         self._reader = self._open_reader(source, loader, Part(rank, world_size, (rank,), own), seed, shuffle, name)
 
     def _own_sharding(self, sampler: str, name: str) -> bool:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.errors import NotSupportedError, RankError, SettingsError
 
 T = TypeVar("T")
@@ -64,6 +65,19 @@ def launcher_compile() -> str | None:
     """The torch.compile backend that `accelerate launch --dynamo_backend` asked for, None for "no"."""
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     return None if backend in ("", "no") else backend
+
+
+class _Waiting:
+    """Around a collective: its time is the lap "wait", whatever lap is running."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._began = self._clock.enter()
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.leave("wait", self._began)
 
 
 class Devices:
@@ -150,6 +164,8 @@ class Devices:
                 "mixed_precision='fp16' does not work on a CPU (accelerate would run float32 without a word). "
                 "Use 'bf16' or 'no'."
             )
+        self.clock = Clock()
+        self._waiting = _Waiting(self.clock)
         self.told: Exception | None = None  # the error that `raise_together` has brought to all ranks
         self._group = _host_group() if self.world_size > 1 else None
         if self.world_size > 1:
@@ -195,13 +211,15 @@ class Devices:
         if self.world_size == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed, group=self._group)
+        with self._waiting:
+            dist.all_reduce(packed, group=self._group)
         sums: list[float] = packed.tolist()
         return sums
 
     def sum_on_device(self, values: torch.Tensor) -> torch.Tensor:
         """`values`, a tensor on this rank's device, summed over all ranks in place."""
-        dist.all_reduce(values)
+        with self._waiting:
+            dist.all_reduce(values)
         return values
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
@@ -210,7 +228,8 @@ class Devices:
             return [list(values)]
         packed = torch.tensor(values, dtype=torch.float64)
         parts = [torch.empty_like(packed) for _ in range(self.world_size)]
-        dist.all_gather(parts, packed, group=self._group)
+        with self._waiting:
+            dist.all_gather(parts, packed, group=self._group)
         return [part.tolist() for part in parts]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -218,7 +237,8 @@ class Devices:
         if self.world_size == 1:
             return [value]
         parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, value, group=self._group)
+        with self._waiting:
+            dist.all_gather_object(parts, value, group=self._group)
         return parts
 
     def gather_on_main(self, value: Any) -> list[Any]:
@@ -226,7 +246,8 @@ class Devices:
         if self.world_size == 1:
             return [value]
         parts: list[Any] = [None] * self.world_size if self.is_main else []
-        dist.gather_object(value, parts or None, dst=0, group=self._group)
+        with self._waiting:
+            dist.gather_object(value, parts or None, dst=0, group=self._group)
         return parts
 
     def broadcast_object(self, value: Any) -> Any:
@@ -234,7 +255,8 @@ class Devices:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        with self._waiting:
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
@@ -243,7 +265,8 @@ class Devices:
             assert values is not None
             return values[0]
         box: list[Any] = [None]
-        dist.scatter_object_list(box, list(values) if values is not None else None, src=0, group=self._group)
+        with self._waiting:
+            dist.scatter_object_list(box, list(values) if values is not None else None, src=0, group=self._group)
         return box[0]
 
     @contextmanager
@@ -293,7 +316,8 @@ class Devices:
         with torch.no_grad():
             for same in by_dtype.values():
                 packed = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-                dist.broadcast(packed.view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
+                with self._waiting:
+                    dist.broadcast(packed.view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
                 for tensor, part in zip(same, packed.split([t.numel() for t in same]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 

@@ -13,6 +13,7 @@ It is a wrapper of its own so that DDP's hooks fire for any step; users never se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,14 @@ class Dispatch(nn.Module):
             self.ride = nn.Parameter(torch.zeros(len(RIDE), dtype=kind, device=trainable[0].device))
         else:
             self.ride = None
+
+    def named(self, error: RuntimeError) -> Exception:
+        """DDP's error about parameters that the step before did not use, with their names instead of numbers."""
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if numbers is None:
+            return error
+        names = [name for name, p in self.named_parameters() if p.requires_grad]
+        return unused_error([names[int(number)].removeprefix("task.") for number in numbers[1].split()])
 
     def without_gradient(self) -> list[str]:
         """The names of the trainable parameters that have no gradient."""
@@ -159,3 +168,12 @@ def _number(weight: Any) -> float:
     if not 0.0 <= number < float("inf"):
         raise TaskError(f"training_step returned weight={number}; a finite number of at least 0 was expected.")
     return number
+
+
+def unused_error(names: list[str]) -> TaskError:
+    """The error for parameters, by name, that would let the other ranks wait."""
+    return TaskError(
+        f"These parameters got no gradient from training_step: {', '.join(names[:5])}"
+        f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. On several ranks freeze them "
+        "(requires_grad_(False)), use them, or give the Trainer find_unused_parameters=True."
+    )

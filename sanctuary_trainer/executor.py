@@ -16,7 +16,6 @@ where a communication hook compresses the gradients, the sums take an all-reduce
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sanctuary_trainer.arrivals import needs_hooks, waits_told
 from sanctuary_trainer.devices import Devices
-from sanctuary_trainer.dispatch import NOTHING, Dispatch
-from sanctuary_trainer.errors import TaskError
+from sanctuary_trainer.dispatch import NOTHING, Dispatch, unused_error
 
 if TYPE_CHECKING:
     from sanctuary_trainer.task import VisionTask
@@ -72,7 +71,7 @@ class Executor:
 
     def __init__(self, task: VisionTask, devices: Devices) -> None:
         self.task = task
-        self.devices = devices
+        self.devices, self.clock = devices, devices.clock
         self._several = devices.world_size > 1
         self._expected = self.share = 1.0
         self._weight = 0.0
@@ -199,22 +198,24 @@ class Executor:
             try:
                 scaled, ride, loss, weight = self._forward(step, size, self.share, carried)
             except RuntimeError as error:
-                named = self._named(error)
+                named = self.dispatch.named(error)
                 if named is error:
                     raise
                 raise named from error
             if scaled is not None:
                 scaled = self.scaled_up(scaled)
+                self.clock.lap("forward")
                 self.in_backward, self.in_sync = True, sync
+                # Beside the loss, since counts must not overflow; after it, since DDP ends with its last gradient: an
+                # error at the other end of the graph would leave it unfinished for ever.
+                apart = ride is not None and self._rides_apart
                 with self.noting_order(sync):
-                    if ride is not None and self.module.find_unused_parameters:  # whose outputs are one node of DDP's
-                        torch.autograd.backward((scaled, ride))
-                    else:
-                        scaled.backward()
-                        if ride is not None:
-                            # Beside the loss, since counts must not overflow; after it, since DDP ends with its last
-                            # gradient: an error at the other end of the graph would leave it unfinished for ever.
-                            ride.backward()
+                    with self._telling_waits(sync) if self.clock.sampling else _NO_CONTEXT:
+                        torch.autograd.backward((scaled,) if ride is None or apart else (scaled, ride))
+                    if apart:
+                        self.clock.lap("backward")
+                        ride.backward()
+                        self.clock.lap("wait")  # DDP's, for what it has sent
                 self.in_backward = self.in_sync = False
         self.settle(weight, sync)
         return None if loss is None else (loss, weight)
@@ -234,6 +235,20 @@ class Executor:
         """Let `call(step)` run each training_step, when DDP has sent what it sends before a forward."""
         self._around_step = self.dispatch.around_step = call
 
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the clock tells DDP's waiting from computing on those steps alone on which it is `sampling`."""
+        return self._several and needs_hooks(self.module, self._rides_apart)
+
+    @property
+    def _rides_apart(self) -> bool:
+        """Whether `ride` has a backward of its own; else one node of DDP's has both, or nothing rides."""
+        return self.dispatch.ride is not None and not self.module.find_unused_parameters
+
+    def _telling_waits(self, sync: bool) -> AbstractContextManager[None]:
+        """Around a backward: on a sampled step, tell apart what it computes and what it waits for where it must be."""
+        return waits_told(self.module, self.clock) if sync and self.needs_sampling else _NO_CONTEXT
+
     def noting_order(self, sync: bool) -> AbstractContextManager[None]:
         """Around the backward of a first sync: note in which order the parameters get their gradients."""
         return self._noting_order() if sync and self._notes_order else _NO_CONTEXT
@@ -252,14 +267,6 @@ class Executor:
                 hook.remove()
         self._notes_order = False  # after an error what is missing comes in a second backward
 
-    def _named(self, error: RuntimeError) -> Exception:
-        """DDP's error about parameters that the step before did not use, with their names instead of numbers."""
-        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if numbers is None:
-            return error
-        names = [name for name, p in self.dispatch.named_parameters() if p.requires_grad]
-        return _unused([names[int(number)].removeprefix("task.") for number in numbers[1].split()])
-
     def _check_gradients(self) -> None:
         """After the first sync: a parameter without a gradient would let the others wait in the next step."""
         if self._checked:
@@ -267,7 +274,7 @@ class Executor:
         self._checked = True
         unused = [] if self.module.find_unused_parameters else self.dispatch.without_gradient()
         if unused:
-            raise _unused(unused)
+            raise unused_error(unused)
 
     def join(self, *, more: bool = False, stop: bool = False, failed: bool = False, save: bool = False) -> None:
         """Give zeros for this rank's part of the window, unless it has synced, so that the other ranks go on."""
@@ -308,14 +315,6 @@ class Executor:
         assert ride.grad is not None
         told, ride.grad = ride.grad, None
         return told.mul_(self.devices.world_size)  # DDP has averaged
-
-
-def _unused(names: list[str]) -> TaskError:
-    return TaskError(
-        f"These parameters got no gradient from training_step: {', '.join(names[:5])}"
-        f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. On several ranks freeze them "
-        "(requires_grad_(False)), use them, or give the Trainer find_unused_parameters=True."
-    )
 
 
 def _copied(told: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sanctuary_trainer.batch import move
+from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 
 
@@ -32,6 +33,7 @@ class Feed:
         channels_last: bring image batches (4 dimensions) into that memory format.
         first_batch: number of the first round that is read, for `batch_idx`.
         dealt: rank 0 reads for all ranks, so that each round is taken together.
+        clock: gets the laps "data" and "h2d".
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Feed:
         channels_last: bool = False,
         first_batch: int = 0,
         dealt: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         # What the loader tells of itself, asked once an epoch and not in every step.
         self.sized, self.batch_size, self.num_samples = loader.sized, loader.batch_size, loader.num_samples
@@ -53,6 +56,7 @@ class Feed:
         self.taken = 0
         self.window, self.owed = 0, 0  # rounds of a window, and those that the others will still take in this one
         self.dealt, self._first_batch = dealt, first_batch
+        self._clock = Clock() if clock is None else clock
         self._fetched: Iterator[Fetched] = loader.epoch(epoch, start=start, limit=limit)
         self._reached: Callable[[], Any] | None = None if start.reached is None else lambda: start.reached
         self._device, self._non_blocking, self._channels_last = device, non_blocking, channels_last
@@ -81,7 +85,9 @@ class Feed:
         assert ahead is not None
         if self._copies is not None:
             compute = torch.cuda.current_stream(self._device)
+            began = self._clock.enter()
             compute.wait_stream(self._copies)
+            self._clock.leave("h2d", began)
             self._used = compute.record_event()
         self._reached = ahead.reached
         self.taken += 1
@@ -113,6 +119,7 @@ class Feed:
         """Copy the next batch to the device beside the work that is queued there; nothing where no copy is needed."""
         if self._copies is not None and self._next is None and self.more:
             self._read()
+            self._clock.lap("data")
 
     def close(self) -> None:
         """Stop reading; workers that are not persistent end."""
@@ -143,7 +150,9 @@ class Feed:
     def _placed(self, fetched: Fetched) -> Fetched:
         if self._in_place or fetched.batch is None:
             return fetched
+        began = self._clock.enter()
         batch = move(fetched.batch, self._device, self._non_blocking, self._channels_last)
+        self._clock.leave("h2d", began)
         return fetched._replace(batch=batch)
 
 

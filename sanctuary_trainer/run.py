@@ -10,15 +10,15 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sanctuary_trainer.asked import Gathers, Request
+from sanctuary_trainer.balance import Balance
 from sanctuary_trainer.callback import Callbacks
 from sanctuary_trainer.checkpoint_folder import remove_checkpoint
-from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.executor import Executor, Window
@@ -34,24 +34,6 @@ from sanctuary_trainer.state import RunState
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.telling import Telling
 from sanctuary_trainer.tracking import Tracking
-
-
-@dataclass
-class Request:
-    """A checkpoint that was asked for; see `Run.save_checkpoint`.
-
-    Attributes:
-        folder: where it is written; on rank 0, once it has begun, with a number where the name was not free.
-        begun: whether rank 0 has begun to write it: the callbacks' states are taken then.
-    """
-
-    folder: Path
-    weights_only: bool
-    pretrained: bool
-    last: bool
-    keeps: Collection[Path]
-    done: Callable[[Path | None, str | None], None] | None
-    begun: bool = False
 
 
 class Run:
@@ -71,7 +53,8 @@ class Run:
         progress_metrics: those of them that were logged with `prog_bar=True`.
         run_dir: the folder of this fit; None in other verbs.
         tracking: the trackers; None in other verbs.
-        clock: where this rank's time goes: laps "data", "execute", "callbacks", "optimizer"; read `clock.total(name)`.
+        clock: where this rank's time goes: laps "data", "h2d", "forward", "backward", "wait" (for other ranks and for
+            communication), "optimizer", "callbacks", "logging", "validation", "checkpoint"; read `clock.totals()`.
         train_loader, evaluation_loaders: the loaders of this rank; evaluation loaders by name ("" for a single one).
         loader_name: the evaluation loader that is being read.
         evaluation_rounds: rounds of the running evaluation or prediction; None when unknown.
@@ -107,7 +90,7 @@ class Run:
         self.state = RunState()
         self.plan = Plan(rounds=None)
         self.callbacks = Callbacks(task)
-        self.clock = Clock()
+        self.clock = devices.clock
         self.records = Records(devices, task)
         self.call_step: Callable[..., Any] = self._call_step
         self.recovery = Recovery(self)
@@ -147,7 +130,8 @@ class Run:
         self.generators: dict[str, Any] | None = None  # and the generators of this rank
         self.began = time.monotonic()  # earlier by what former attempts took
         self.requests: list[Request] = []  # checkpoints that were asked for at this save point
-        self.gathers: list[tuple[Any, Callable[[list[Any]], None]]] = []  # see `gather`
+        self.gathers = Gathers()
+        self.balance: Balance | None = None  # on rank 0 what `LoadBalance` found; once the fit is over, on all ranks
         self.saves_soon = self.heard_late = self.save_asked = False
         self.at_boundary = False
         # What a checkpoint of now has still before it: the last step's validation, the epoch's end, other checkpoints.
@@ -308,14 +292,15 @@ class Run:
             self.tracking.log_images(full, images, self.state.global_step, later=self.stage == "val")
 
     def gather(self, value: Any, then: Callable[[list[Any]], None]) -> None:
-        """Ask in `on_evaluation_end`, on all ranks alike, that `then` be called on rank 0 with every rank's value.
+        """Ask, on all ranks alike, that `then` be called on rank 0 with every rank's value.
 
-        That is done once all callbacks have run the hook, in which ranks may not wait for each other. What `then` logs
-        and shows still belongs to the evaluation; what it raises is raised on all ranks.
+        In a fit's `on_log`, in `on_evaluation_end`, and in `on_save_point` where an epoch or the run ends. It is done
+        once all callbacks have run the hook, in which ranks may not wait for each other. What `then` logs and shows
+        still belongs to that moment; what it raises is raised on all ranks.
 
         value: goes between processes pickled, with its tensors on the CPU. `then` gets a list of them in rank order.
         """
-        self.gathers.append((value, then))
+        self.gathers.ask(value, then)
 
     def keep_epoch(self, name: str) -> None:
         """Keep the value over the epoch, too, of a full name that the task logs per step alone: as `name_epoch`."""
@@ -359,6 +344,7 @@ class Run:
             channels_last=self.settings["channels_last"],
             dealt=self.settings["dispatch_batches"],
             first_batch=self.state.batch if self.stage == "train" else 0,
+            clock=self.clock if self.stage == "train" else None,
         )
 
     def begin_batch(self, fetched: Fetched) -> Any:
@@ -390,6 +376,7 @@ class Run:
                 self.callbacks.on_log(self, values, step)
                 if self.tracking is not None:
                     self.tracking.log(values, step, self.state.epoch)
+            self.gathers.settle(self.devices)
 
     def step_values(self) -> dict[str, float]:
         """What the curves get at this step, over all ranks."""
@@ -471,9 +458,10 @@ class Run:
         self.save_asked, self.heard_late = self.save_asked or self.heard_late, False
 
     def settle_end(self) -> None:
-        """At the end of a fit, let all ranks know what each met: signals, also the last one, and events of memory."""
-        own = (self.signals.received, [tuple(event) for event in self.recovery.learned.events])
-        signals, events = zip(*self.devices.gather_objects(own), strict=True)
+        """At a fit's end, let all ranks know what each met: signals (also the last one), memory's events, balance."""
+        own = (self.signals.received, [tuple(event) for event in self.recovery.learned.events], self.balance)
+        signals, events, balances = zip(*self.devices.gather_objects(own), strict=True)
+        self.balance = balances[0]
         self.signals.obeyed = next((name for name in signals if name is not None), None)
         met = sorted((OOMEvent(*event) for rank in events for event in rank), key=lambda event: event.step)
         self.oom_events = tuple(met)
@@ -507,4 +495,3 @@ class Run:
         """Leave time that was not spent on training out of its speed."""
         since, samples = self._throughput
         self._throughput = (since + seconds, samples)
-        self.clock.start()

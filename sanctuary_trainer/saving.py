@@ -30,7 +30,8 @@ from sanctuary_trainer.hparams import flatten_hparams
 from sanctuary_trainer.weights import plain_names, save_weights, unwrapped
 
 if TYPE_CHECKING:
-    from sanctuary_trainer.run import Request, Run
+    from sanctuary_trainer.asked import Request
+    from sanctuary_trainer.run import Run
 
 
 def write_requested(run: Run) -> None:

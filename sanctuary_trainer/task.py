@@ -160,6 +160,14 @@ class VisionTask(nn.Module, ABC):
         """How many samples a batch holds; None when it cannot be told. Asked only where the sampler does not know."""
         return batches.batch_size(batch)
 
+    def cost(self, batch: Any) -> float:
+        """How much work a training batch is, in any unit, for `LoadBalance`; by default the numbers in its tensors.
+
+        Override where the time of a step goes by something else: boxes, valid pixels, tokens squared. It is asked for
+        on every batch, so it must not wait for the device.
+        """
+        return batches.count_values(batch)
+
     def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut a batch into consecutive pieces of these numbers of samples."""
         return batches.split(batch, sizes)

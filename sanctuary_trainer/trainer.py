@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from sanctuary_trainer.balance import Balance
 from sanctuary_trainer.building import (
     build_loaders,
     check_alike,
@@ -67,6 +68,8 @@ class FitResult:
         best_checkpoint: the best checkpoint by the first `Checkpoint` that watches something, else the last one; None
             where none was written.
         oom_events: what did not fit into memory, on all ranks, by step; see `OOMFallback`.
+        balance: whether all ranks work all the time, and what keeps them from it; None without `LoadBalance`, and where
+            the fit made no step after its first.
     """
 
     metrics: dict[str, float]
@@ -75,6 +78,7 @@ class FitResult:
     global_step: int
     best_checkpoint: Path | None = None
     oom_events: tuple[OOMEvent, ...] = ()
+    balance: Balance | None = None
 
 
 class Trainer:
@@ -198,7 +202,13 @@ class Trainer:
         reason = run.state.stop_reason
         assert run.run_dir is not None and reason is not None
         return FitResult(
-            dict(run.metrics), reason, run.run_dir, run.state.global_step, run.best_checkpoint, run.oom_events
+            metrics=dict(run.metrics),
+            stop_reason=reason,
+            run_dir=run.run_dir,
+            global_step=run.state.global_step,
+            best_checkpoint=run.best_checkpoint,
+            oom_events=run.oom_events,
+            balance=run.balance,
         )
 
     def validate(

@@ -26,9 +26,12 @@ ROOMS = {
     "batch": 150,
     "out_of_memory": 120,
     "state": 60,
-    "clock": 80,
-    "callback": 270,
+    "clock": 120,
+    "diagnosis": 260,
+    "balance": 130,
+    "callback": 290,
     "devices": 300,
+    "asked": 40,
     "plain": 60,
     "metrics": 200,
     "metric_states": 160,
@@ -62,6 +65,7 @@ ROOMS = {
     "tracking": 170,
     "draws": 100,
     "dispatch": 150,
+    "arrivals": 60,
     "executor": 160,
     "replay": 150,
     "pieces": 130,
@@ -84,7 +88,7 @@ ROOMS = {
 # A module may be half as long again as it is meant to be; more needs a reason here.
 LONGER: dict[str, tuple[int, str]] = {
     "loops.predict": (240, "also the predictions on disk: written batch by batch, read as a lazy sequence"),
-    "batch": (385, "five readings of one kind of tree, each rule for lists and tuples with its reason"),
+    "batch": (395, "five readings of one kind of tree, each rule for lists and tuples with its reason"),
     "records": (400, "every rule of logging, each with its error"),
     "executor": (340, "also follows thawed layers, names unused ones, reads a window late, and rehearses DDP's layout"),
     "run": (510, "the documented face of a run: more docstring than code"),
@@ -239,7 +243,7 @@ def test_public_names_are_exactly_what_is_there() -> None:
     assert sanctuary_trainer._ROOM_OF.keys() == set(names)
     assert set(dir(sanctuary_trainer)) == {*names, "__version__"}
     for name in names:
-        assert getattr(sanctuary_trainer, name).__name__ == name
+        assert getattr(getattr(sanctuary_trainer, name), "__name__", name) == name  # a constant has none
     with pytest.raises(AttributeError, match="no attribute 'Trainner'"):
         sanctuary_trainer.Trainner  # noqa: B018
 

@@ -1,12 +1,15 @@
 """What counts: the state of a run, and the seconds of its laps."""
 
+from __future__ import annotations
+
 import dataclasses
 import time
 import timeit
 
 import pytest
+import torch
 
-from sanctuary_trainer.clock import Clock
+from sanctuary_trainer.clock import Clock, Trail
 from sanctuary_trainer.state import RunState
 
 
@@ -47,7 +50,8 @@ def test_a_lap_is_the_time_since_the_one_before_and_names_add_up(clock_and_time:
         clock.lap("data")
         now[0] += compute
         clock.lap("compute")
-    assert clock.take() == {"data": 3.0, "compute": 12.0}
+    assert clock.totals() == {"data": 3.0, "compute": 12.0}
+    assert (clock.total("data"), clock.total("never")) == (3.0, 0.0)
 
 
 def test_time_before_start_belongs_to_no_lap(clock_and_time: tuple[Clock, list[float]]) -> None:
@@ -56,31 +60,71 @@ def test_time_before_start_belongs_to_no_lap(clock_and_time: tuple[Clock, list[f
     clock.start()
     now[0] += 1.0
     clock.lap("data")
-    assert clock.take() == {"data": 1.0}
+    assert clock.totals() == {"data": 1.0}
 
 
-def test_take_starts_again_at_nothing_and_total_goes_on(clock_and_time: tuple[Clock, list[float]]) -> None:
+def test_a_lap_inside_another_one_is_left_out_of_it(clock_and_time: tuple[Clock, list[float]]) -> None:
     clock, now = clock_and_time
     now[0] += 1.0
-    clock.lap("data")
-    assert clock.take() == {"data": 1.0}
-    assert clock.take() == {}
+    began = clock.enter()
+    now[0] += 4.0
+    clock.leave("wait", began)
     now[0] += 2.0
+    clock.lap("logging")
+    now[0] += 8.0
     clock.lap("data")
-    assert clock.total("data") == 3.0
-    assert clock.take() == {"data": 2.0}
-    assert clock.total("data") == 3.0
-    assert clock.total("never") == 0.0
+    assert clock.totals() == {"wait": 4.0, "logging": 3.0, "data": 8.0}
 
 
-def test_what_was_taken_is_not_changed_by_later_laps(clock_and_time: tuple[Clock, list[float]]) -> None:
+def test_totals_are_not_changed_by_later_laps(clock_and_time: tuple[Clock, list[float]]) -> None:
     clock, now = clock_and_time
     now[0] += 1.0
     clock.lap("data")
-    taken = clock.take()
+    totals = clock.totals()
     now[0] += 1.0
     clock.lap("data")
-    assert taken == {"data": 1.0}
+    assert totals == {"data": 1.0}
+
+
+class Passing:
+    """An event as torch's accelerators record it, in a queue whose time is `now[0]` seconds."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.at = now, 0.0
+
+    def record(self) -> None:
+        self.at = self.now[0]
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Passing) -> float:
+        return 1000 * (later.at - self.at)
+
+
+def test_a_trail_tells_the_laps_on_the_devices_own_timeline(clock_and_time: tuple[Clock, list[float]]) -> None:
+    clock, _ = clock_and_time  # the host's time stands still
+    queue = [0.0]
+    clock.trail = trail = Trail(torch.device("cpu"), lambda: Passing(queue))  # type: ignore[arg-type,return-value]
+    queue[0] = 1.0
+    clock.lap("data")
+    queue[0] = 3.0
+    began = clock.enter()
+    queue[0] = 7.0
+    clock.leave("wait", began)
+    queue[0] = 15.0
+    clock.lap("logging")
+    queue[0] = 31.0
+    trail.arrive()
+    queue[0] = 63.0
+    trail.arrive()  # only the last arrival counts
+    queue[0] = 127.0
+    trail.leave_since_arrival("wait")
+    queue[0] = 255.0
+    clock.lap("backward")
+    queue[0] = 511.0
+    clock.enter()  # of no lap yet
+    assert trail.seconds() == {"data": 1.0, "wait": 4.0 + 64.0, "logging": 2.0 + 8.0, "backward": 48.0 + 128.0}
 
 
 def test_the_clock_reads_real_seconds() -> None:

@@ -24,25 +24,27 @@ if TYPE_CHECKING:
 
 def train_step(run: Run, window: Window, epoch_ends: bool) -> None:
     """The optimizers' step that ends a window, and what falls on it."""
-    state, plan, hooks, optimization = run.state, run.plan, run.callbacks, run.optimization
+    state, plan, hooks, optimization, clock = run.state, run.plan, run.callbacks, run.optimization, run.clock
     assert optimization is not None
     made, logs = False, plan.logs(state.global_step + 1)
     run.hear_save(window.save)
     with run.telling.told_when_due(epoch_ends):
         if window.updates:
             optimization.average(window.factor)
+            clock.lap("optimizer")
             hooks.on_before_optimizer_step(run)
             optimization.clip_gradients()
             made = optimization.step(record=logs)
-            run.clock.lap("optimizer")
+            clock.lap("optimizer")
         else:
             optimization.zero_grad()
         if made:
             state.global_step += 1
             hooks.on_train_step_end(run)
+            clock.lap("callbacks")
     if made and logs:
         run.publish(run.step_values())
-    run.clock.lap("callbacks")
+        clock.lap("logging")
     finish_step(run, window.stop, epoch_ends, made)
 
 
@@ -100,11 +102,14 @@ def end_epoch(run: Run, made: int) -> None:
     run.ends_epoch = True
     values = run.records.epoch_values("train")
     run.publish(values)
+    run.clock.lap("logging")
     optimization.end_epoch()
     with run.devices.together():
         run.callbacks.on_train_epoch_end(run)
+    run.clock.lap("callbacks")
     late = run.records.epoch_values("train")  # what was logged by that hook
     run.publish(late)
+    run.clock.lap("logging")
     optimization.new_values({**values, **late})
     run.ends_epoch = False
     if not run.monitors_checked and (run.validated or not plan.validates):
@@ -135,6 +140,8 @@ def save_point(run: Run, together: bool) -> None:
     try:
         if together:
             run.devices.raise_together(error)
+            if run.gathers.asked:
+                run.gathers.settle(run.devices)
         elif error is not None:
             raise error
     except BaseException:
@@ -142,4 +149,5 @@ def save_point(run: Run, together: bool) -> None:
         raise
     if run.requests:
         write_requested(run)
+    run.clock.lap("checkpoint")
     run.save_asked = False

@@ -57,10 +57,8 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
         run.publish(metrics)
         with run.devices.together():
             run.callbacks.on_evaluation_end(run, stage, metrics)
-        gathered = gather_asked(run)
+        run.gathers.settle(run.devices)
         with run.devices.together():
-            for then, of_ranks in gathered:
-                then(of_ranks)
             if run.tracking is not None:
                 run.tracking.show_held()
         late = run.evaluated()
@@ -142,13 +140,6 @@ def walk(run: Run, loader: RankLoader, limit: int | None, one: Callable[[Any, in
             feed.close()
 
 
-def gather_asked(run: Run) -> list[tuple[Callable[[list[Any]], None], list[Any]]]:
-    """What callbacks asked for with `run.gather`: on rank 0 each `then` with every rank's value, elsewhere nothing."""
-    asked, run.gathers = run.gathers, []
-    rows = run.devices.gather_on_main([value for value, _ in asked]) if asked else []
-    return [(then, [row[i] for row in rows]) for i, (_, then) in enumerate(asked) if rows]
-
-
 @contextmanager
 def evaluating(run: Run, stage: str) -> Iterator[None]:
     """Evaluation's surroundings: modules in eval mode, no gradients, rank 0's buffers on every rank.
@@ -172,4 +163,5 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
             module.training = training
         run.end_batch()
         run.loader_name, run.stage = "", former
+        run.clock.lap("validation")
         run.pause_throughput(time.perf_counter() - begun)

@@ -42,6 +42,7 @@ def fit(run: Run) -> None:
             restore_generators(run)
         run.at_boundary = True
         run.settle_stop()
+        run.clock.start()
         finish_what_is_owed(run)
         while run.state.stop_reason is None:
             train_epoch(run)
@@ -74,6 +75,7 @@ def train_epoch(run: Run) -> None:
         run.at_boundary = begun  # else what the hook does would be done again
         if not begun:
             run.callbacks.on_train_epoch_start(run)
+    run.clock.lap("callbacks")
     executor.follow_frozen()
     executor.begin()
     # A loader with known rounds reads no batch that the limit of steps leaves unused.
@@ -86,7 +88,6 @@ def train_epoch(run: Run) -> None:
         goes_on = feed.more or not feed.sized  # of a stream the first window tells
         ends = feed.sized and state.batch == plan.rounds  # continued where only the epoch's end is left
         run.epoch_feed = feed
-        run.clock.start()
         try:
             while goes_on and state.stop_reason is None:
                 window = train_window(run, feed, executor)
@@ -126,10 +127,10 @@ def train_window(run: Run, feed: Feed, executor: Executor) -> Window:
         hooks.on_train_batch_start(run, batch, batch_idx)
         save, run.saves_soon = run.saves_soon, run.saves_soon and not sync
         result = run.execute(batch, batch_idx, size, sync, more=more, stop=run.wants_stop, save=save)
+        clock.lap("backward")  # with what a callback did around the batch
         feed.read_ahead()
         if result is not None:
             run.records.add_loss(*result)
-        clock.lap("execute")
         hooks.on_train_batch_end(run, batch, batch_idx, None if result is None else result[0])
         clock.lap("callbacks")
     run.end_batch()
