@@ -58,7 +58,7 @@ def _places(names: Collection[str]) -> Iterator[_Place]:
     has_loaders = _has_loaders(names)
     for name in names:
         stage, *parts = name.split("/")
-        if not parts or not all(parts):
+        if not (stage and parts and all(parts)):
             continue
         if stage == "val" and has_loaders:
             parts = parts[1:] or parts

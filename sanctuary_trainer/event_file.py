@@ -67,8 +67,7 @@ class EventFile:
         self._writer.add_event(Event(wall_time=time.time(), step=from_step, session_log=restart))
         self._write_session(metadata.SESSION_START_INFO_TAG, session_start_info=start)
         self.names = dict.fromkeys(names)
-        self._layout: dict[str, dict[str, str]] | None = None
-        self._lay_out()  # a page whose only layout was dropped is an error
+        self._layout = board_layout(self.names)
         self._writer.flush()
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -129,7 +128,6 @@ class EventFile:
             data_class=summary_pb2.DATA_CLASS_TENSOR,
         )
         tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[content])
-        tensor.tensor_shape.SetInParent()  # one text, not a list of them
         self._write([self._summary.Value(tag=tag, metadata=about, tensor=tensor)], step)
 
     def _write(self, values: list[Any], step: int) -> None:

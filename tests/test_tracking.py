@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: one event file, hyper-parameters beside the metrics, `metrics.jsonl`."""
+"""What a run leaves in its folder: one event file with all that TensorBoard shows of it, and `metrics.jsonl`."""
 
 import dataclasses
 import gc
@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from sanctuary_trainer.board_layout import MOST_CHARTS, board_layout
 from sanctuary_trainer.errors import DataError, SettingsError
 from sanctuary_trainer.hparams import flatten_hparams
 from sanctuary_trainer.image_grid import image_grid
@@ -82,6 +83,22 @@ def tensorboard(folder: Path) -> Iterator[Any]:
     yield ask
 
 
+def hparams_page(ask: Any) -> tuple[dict[str, str], list[str], list[dict[str, Any]]]:
+    """Hyper-parameters with their types, metrics, and the rows of TensorBoard's page of hyper-parameters."""
+    columns = ask("plugin/hparams/experiment", {"experimentName": "", "hparamsLimit": 0, "includeMetrics": True})
+    kinds = {info["name"]: info["type"] for info in columns["hparamInfos"]}
+    asked = [{"hparam": name, "includeInResult": True} for name in kinds]
+    asked += [{"metric": info["name"], "includeInResult": True} for info in columns["metricInfos"]]
+    statuses = [f"STATUS_{status}" for status in ("SUCCESS", "FAILURE", "UNKNOWN", "RUNNING")]
+    about = {"experimentName": "", "startIndex": 0, "sliceSize": 10, "includeMetrics": True}
+    rows = ask("plugin/hparams/session_groups", {**about, "allowedStatuses": statuses, "colParams": asked})
+    return kinds, [info["name"]["tag"] for info in columns["metricInfos"]], rows["sessionGroups"]
+
+
+def final_metrics(row: dict[str, Any]) -> dict[str, float]:
+    return {metric["name"]["tag"]: metric["value"] for metric in row["metricValues"]}
+
+
 def test_a_fit_leaves_one_event_file_and_no_second_run(tmp_path: Path) -> None:
     tracking = track(tmp_path / "run", case_93())
     for step in range(10, 60, 10):
@@ -115,31 +132,16 @@ def test_tensorboard_shows_hyper_parameters_and_the_last_value_in_the_run_itself
                 break
             time.sleep(0.1)
         assert runs == ["first", "second"]
-        columns = ask("plugin/hparams/experiment", {"experimentName": "", "hparamsLimit": 0, "includeMetrics": True})
-        kinds = {info["name"]: info["type"] for info in columns["hparamInfos"]}
+        kinds, metrics, groups = hparams_page(ask)
         assert kinds["g/h"] == "DATA_TYPE_FLOAT64"
-        assert "val/accuracy" in [info["name"]["tag"] for info in columns["metricInfos"]]
-        asked = [{"hparam": name, "includeInResult": True} for name in kinds]
-        asked += [{"metric": info["name"], "includeInResult": True} for info in columns["metricInfos"]]
-        groups = ask(
-            "plugin/hparams/session_groups",
-            {
-                "experimentName": "",
-                "allowedStatuses": ["STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_UNKNOWN", "STATUS_RUNNING"],
-                "colParams": asked,
-                "startIndex": 0,
-                "sliceSize": 10,
-                "includeMetrics": True,
-            },
-        )["sessionGroups"]
+        assert "val/accuracy" in metrics
     sessions = {group["sessions"][0]["name"]: group for group in groups}
     assert sessions["first"]["hparams"]["g/h"] == 1.5
     assert sessions["first"]["hparams"]["d/depth"] == 3
     assert sessions["first"]["hparams"]["i"] == "nan"
     assert sessions["second"]["hparams"]["g/h"] == 2.5
-    last = {name: {m["name"]["tag"]: m["value"] for m in group["metricValues"]} for name, group in sessions.items()}
-    assert last["first"]["val/accuracy"] == 0.5
-    assert last["second"]["val/accuracy"] == 0.25
+    assert final_metrics(sessions["first"])["val/accuracy"] == 0.5
+    assert final_metrics(sessions["second"])["val/accuracy"] == 0.25
     assert sessions["first"]["sessions"][0]["status"] == "STATUS_SUCCESS"
     assert sessions["second"]["sessions"][0]["status"] == "STATUS_FAILURE"
 
@@ -287,6 +289,129 @@ def test_close_twice_is_one_close(tmp_path: Path) -> None:
     tracking.close("success")
     tracking.close("failure")
     assert "_hparams_/session_end_info" in events(tmp_path).Tags()["tensors"]
+
+
+def layouts(folder: Path) -> list[dict[str, dict[str, str]]]:
+    """All layouts of "Custom Scalars" in a run's folder, in the order in which TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    found = []
+    for path in sorted(folder.glob("events.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == "custom_scalars__config__":
+                    assert (value.metadata.plugin_data.plugin_name, event.step) == ("custom_scalars", 0)
+                    found.append(Layout.FromString(value.tensor.string_val[0]))
+    return [
+        {section.title: {chart.title: chart.multiline.tag[0] for chart in section.chart} for section in layout.category}
+        for layout in found
+    ]
+
+
+def test_the_layout_is_written_again_when_a_name_asks_for_another_chart(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    for step in range(3):
+        tracking.log({"train/loss": 1.0, "train/lr": 0.1}, step, epoch=0)
+    tracking.log({"val/loss": 1.0}, 3, epoch=0)
+    tracking.log({"val/loss_ema": 1.0}, 3, epoch=0)
+    tracking.log({"val/accuracy": 1.0}, 4, epoch=0)
+    tracking.close()
+    names = [["train/loss", "train/lr"], ["train/loss", "train/lr", "val/accuracy"]]
+    assert layouts(tmp_path) == [board_layout(known) for known in names]
+
+
+def test_a_continued_run_has_the_charts_of_all_that_it_ever_wrote(tmp_path: Path) -> None:
+    first = track(tmp_path)
+    first.log({"train/loss": 1.0}, 1, epoch=0)
+    first.log({"val/accuracy": 1.0}, 2, epoch=0)
+    reached = json.loads(json.dumps(first.reached()))
+    first.log({"train/late": 1.0}, 3, epoch=0)  # after the checkpoint: as if it had not been
+    first.close("failure")
+    second = track(tmp_path, reached=reached, step=3)
+    second.log({"train/loss": 1.0}, 3, epoch=0)
+    assert second.reached()["names"] == ["train/loss", "epoch", "val/accuracy"]
+    assert layouts(tmp_path)[-1] == board_layout(["train/loss", "val/accuracy"])
+    second.log({"val/score": 1.0}, 4, epoch=0)
+    second.close()
+    assert layouts(tmp_path)[-1] == board_layout(["train/loss", "val/accuracy", "val/score"])
+    anew = track(tmp_path)
+    anew.log({"train/loss": 1.0}, 1, epoch=0)
+    anew.close()
+    assert layouts(tmp_path) == [board_layout(["train/loss"])]
+
+
+def test_names_without_end_do_not_grow_the_layout_without_end(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    tracking.log({f"val/metric{i}": 1.0 for i in range(3000)}, 0, epoch=0)
+    tracking.log({"mine/late": 1.0}, 1, epoch=0)
+    assert "mine/late" not in tracking.reached()["names"]
+    tracking.close()
+    assert [sum(map(len, layout.values())) for layout in layouts(tmp_path)] == [MOST_CHARTS]
+
+
+def test_a_tensorboard_that_was_open_all_along_drops_the_points_that_come_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    first = track(tmp_path)
+    for step in range(1, 10):
+        first.log({"train/loss": 1.0}, step, epoch=0)
+        if step == 5:
+            reached = first.reached()
+    first.close("failure")
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    second = track(tmp_path, reached=reached, step=6)
+    for step in range(6, 12):
+        second.log({"train/loss": 2.0}, step, epoch=0)
+    second.close()
+    shown.Reload()
+    assert [event.step for event in shown.Tensors("train/loss")] == list(range(1, 12))
+    assert len(shown.Tensors("custom_scalars__config__")) == 1
+
+
+def test_a_run_that_failed_and_was_continued_shows_how_it_ended(tmp_path: Path) -> None:
+    first = track(tmp_path / "run", {"lr": 0.1})
+    first.log({"val/accuracy": 0.25}, 1, epoch=0)
+    reached = first.reached()
+    first.log({"val/accuracy": 0.125, "val/gone": 1.0}, 2, epoch=0)
+    first.close("failure")
+    second = track(tmp_path / "run", {"lr": 0.1}, reached=reached, step=2)
+    second.log({"val/accuracy": 0.5}, 2, epoch=0)
+    second.close("success")
+    with tensorboard(tmp_path) as ask:
+        for _ in range(200):
+            if "val/accuracy" in ask("plugin/scalars/tags").get("run", {}):
+                break
+            time.sleep(0.1)
+        kinds, metrics, (row,) = hparams_page(ask)
+    assert (list(kinds), metrics) == (["lr"], ["epoch", "val/accuracy"])
+    assert (row["hparams"], final_metrics(row)) == ({"lr": 0.1}, {"val/accuracy": 0.5, "epoch": 0.0})
+    assert [session["status"] for session in row["sessions"]] == ["STATUS_SUCCESS"]
+
+
+def test_a_text_reaches_tensorboard_as_it_is(tmp_path: Path) -> None:
+    tracking = track(tmp_path)
+    texts = ["# Report\n\n| rank | ms |\n|--|--:|\n| 0 | 3 |\n", "überall \udcff", ""]
+    for step, text in enumerate(texts):
+        tracking.log_text("balance/report", text, step)
+    tracking.close()
+    written = events(tmp_path)
+    assert written.summary_metadata["balance/report"].plugin_data.plugin_name == "text"
+    found = [(event.step, event.tensor_proto.string_val[0].decode()) for event in written.Tensors("balance/report")]
+    assert found == [(0, texts[0]), (1, "überall \\udcff"), (2, "")]
+
+
+def test_what_is_no_text_is_told_and_other_processes_and_trackers_do_without(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"log_text\('report'\) got int; a str was expected"):
+        track(tmp_path / "run").log_text("report", 3, 1)  # type: ignore[arg-type]
+    tracking = track(tmp_path / "other", is_main=False)
+    tracking.log_text("report", "text", 1)
+    assert not (tmp_path / "other").exists()
+    tracking = track(tmp_path / "lines", log_with=None)
+    tracking.log_text("report", "text", 1)
+    tracking.close()
+    assert (tmp_path / "lines" / "metrics.jsonl").read_text() == ""
 
 
 def test_images_become_one_grid_with_their_own_pixels() -> None:
