@@ -48,12 +48,12 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sanctuary_trainer.clock import Clock
 from sanctuary_trainer.errors import CallbackError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sanctuary_trainer.clock import Clock
     from sanctuary_trainer.run import Run
 
 
