@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sanctuary_trainer import Run, Trainer, VisionTask  # noqa: E402
-from sanctuary_trainer.callbacks import OOMFallback  # noqa: E402
+from sanctuary_trainer.callbacks import LoadBalance, OOMFallback  # noqa: E402
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 WARM = 3  # epochs at the start that are not counted
@@ -299,21 +300,34 @@ class TurnTask(Task):
             raise RuntimeError("the fit that was to train beside this one has ended")
 
 
-def oom_row(rounds: int, batches: int = 200) -> Pairs:
-    """An OOMFallback that has nothing to do, beside the same fit without one: both are ours, with TensorBoard.
+def beside_row(make: Callable[[], Any], rounds: int, batches: int = 200) -> Pairs:
+    """A callback, beside the same fit without it: both are ours, with TensorBoard.
 
     Without the bar, of which a process shows one: it would cost both the same.
     """
-    without = TurnTask(mlp(), batches)
+    return beside(make(), mlp, lambda: DataLoader(vectors(batches), batch_size=32, shuffle=True), rounds)
+
+
+def beside_cnn_row(make: Callable[[], Any], rounds: int, batches: int = 16) -> Pairs:
+    """The same with work of a size that somebody would do."""
+    dataset, what = fashion_mnist(batches * 128)
+    pairs = beside(make(), cnn, lambda: DataLoader(dataset, batch_size=128, shuffle=True), rounds)
+    pairs.note = what
+    return pairs
+
+
+def beside(callback: Any, model: Callable[[], nn.Module], make_loader: Callable[[], Any], rounds: int) -> Pairs:
+    """A fit with the callback as ours, a fit without as the plain loop, an epoch of each in turn."""
 
     def train(task: Task, callbacks: list[Any]) -> Pairs:
-        loader = DataLoader(vectors(batches), batch_size=32, shuffle=True)
-        return fit(task, loader, rounds, log_with="tensorboard", callbacks=callbacks)
+        return fit(task, make_loader(), rounds, log_with="tensorboard", callbacks=callbacks)
 
-    beside = threading.Thread(target=train, args=(without, []), daemon=True)
-    beside.start()
-    pairs = train(Task(mlp(), batches, without.epoch), [OOMFallback()])
-    beside.join()
+    batches = len(make_loader())
+    without = TurnTask(model(), batches)
+    thread = threading.Thread(target=train, args=(without, []), daemon=True)
+    thread.start()
+    pairs = train(Task(model(), batches, without.epoch), [callback])
+    thread.join()
     return pairs
 
 
@@ -616,7 +630,8 @@ class Row:
 ROWS = {
     "bare": Row("bare fit", bare_row, 1.08, 1.03),
     "defaults": Row("TensorBoard, bar, loss recorded", defaults_row, 1.10, 1.05),
-    "oom": Row("OOMFallback, beside a fit without", oom_row, 1.05, 1.02),
+    "oom": Row("OOMFallback, beside a fit without", partial(beside_row, OOMFallback), 1.05, 1.02),
+    "balance": Row("LoadBalance, CNN, beside without", partial(beside_cnn_row, LoadBalance), 1.01, None, 0.5),
     "metric": Row("with a torchmetrics accuracy", metric_row, 1.08, 1.03),
     "accumulation": Row("accumulation of 4 batches", accumulation_row, 1.08),
     "ranks": Row("two gloo ranks, beside DDP", ranks_row, 1.10, 1.04, 0.5, ranks=2),

@@ -31,8 +31,7 @@ FILE = "balance.json"
 # A quarter of everybody's time is worth an interruption, once it lasts.
 SEVERE = 0.25
 LEAST_STEPS = 40  # before a cause is told at once: the first steps of a run are unlike the rest
-RECENT_STEPS = 200  # what "now" is
-CHECK_EVERY = 100  # steps between two looks for a severe cause: one costs about 1 ms
+RECENT_STEPS = 200  # what "now" is; a look at them costs about 1 ms
 SAMPLE_EVERY = 5  # steps, where a row costs events on the device or hooks on the gradients
 SHOW_SECONDS = 300.0  # between two pictures: one costs 15 ms and 40 kB
 MOST_CURVES = 16  # ranks with curves of their own
@@ -64,6 +63,7 @@ class LoadBalance(Callback):
         self._samples: list[float] = []
         self._costs: list[float] = []
         self._batch_samples = self._batch_cost = 0.0
+        self._place: dict[str, Any] = {}
         self._steps, self._check = 0, LEAST_STEPS
         self._shown = time.monotonic()
         self._processor = 0.0
@@ -76,11 +76,13 @@ class LoadBalance(Callback):
                 f"{type(run.task).__name__}.cost is {run.task.cost!r:.80}; LoadBalance asks cost(batch) how much work "
                 "a batch is. Call what you keep there by another name."
             )
+        self._place = {"host": platform.node(), "device": _name(run), "cores": _cores()}
         run.callbacks.time_with(run.clock)
 
     def on_train_batch_start(self, run: Run, batch: Any, batch_idx: int) -> None:
         self._batch_samples += run.batch_samples or 0
-        self._batch_cost += _number(run.task.cost(batch), run)
+        cost = run.task.cost(batch)
+        self._batch_cost += cost if type(cost) in (int, float) else _number(cost, run)
 
     def on_before_optimizer_step(self, run: Run) -> None:
         clock, before, sampled = run.clock, self._totals, True
@@ -142,10 +144,8 @@ class LoadBalance(Callback):
             processor_seconds=processor - self._last_processor if run.device.type == "cpu" else None,
             memory_bytes=memory_bytes,
             memory_share=memory_share,
-            host=platform.node(),
-            device=_name(run),
             workers=None if run.train_loader is None else run.train_loader.num_workers,
-            cores=_cores(),
+            **self._place,
         )
         self._last_processor = processor
         self._begins, self._ends, self._trails, self._samples, self._costs = [], [], [], [], []
@@ -163,7 +163,7 @@ class LoadBalance(Callback):
             run.balance = history.balance()
             return
         if history.steps >= self._check:
-            self._check = history.steps + CHECK_EVERY
+            self._check = history.steps + RECENT_STEPS
             self._tell_severe(run, history.balance(RECENT_STEPS))
         if time.monotonic() - self._shown >= SHOW_SECONDS:
             self._show(run, history.balance())

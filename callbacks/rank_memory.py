@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -24,7 +22,7 @@ def rank_memory(device: torch.device) -> tuple[int, float]:
         return peak, min(peak / max(within_reach, 1), 1.0)
     if device.type != "cpu":
         return 0, 0.0
-    with suppress(OSError, ValueError, KeyError, IndexError):
+    with suppress(OSError, ValueError):
         return _of_process()
     return 0, 0.0
 
@@ -32,11 +30,10 @@ def rank_memory(device: torch.device) -> tuple[int, float]:
 def _of_process() -> tuple[int, float]:
     import resource
 
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    pages = _read("/proc/self/statm").split()
     address_space, resident = (int(number) * resource.getpagesize() for number in pages[:2])
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        kilobytes = {(parts := line.split())[0]: int(parts[1]) for line in islice(lines, 3)}
-    shares = [1 - kilobytes["MemAvailable:"] / kilobytes["MemTotal:"], _of_control_group()]
+    total, _, available = (int(line.split()[1]) for line in _read("/proc/meminfo").split("\n", 3)[:3])
+    shares = [1 - available / total, _of_control_group()]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         shares.append(address_space / limit)
@@ -45,14 +42,15 @@ def _of_process() -> tuple[int, float]:
 
 def _of_control_group() -> float:
     """What a container's limit (cgroup v2) is filled to, file pages that can be dropped left out."""
-    folder = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no limit ("max"), or no such group
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        held = int((folder / "memory.current").read_text(encoding="ascii"))
-        droppable = next(
-            int(line.split()[1])
-            for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-            if line.startswith("inactive_file ")
-        )
+        limit = int(_read("/sys/fs/cgroup/memory.max"))
+        held = int(_read("/sys/fs/cgroup/memory.current"))
+        lines = _read("/sys/fs/cgroup/memory.stat").splitlines()
+        droppable = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
         return (held - droppable) / limit
     return 0.0
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii") as file:  # a third of the time of Path.read_text
+        return file.read()

@@ -9,6 +9,7 @@ A step's row reaches from one sync of the gradients to the next: what delays a s
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from typing import Any, Self
 
 import numpy as np
@@ -53,11 +54,12 @@ class Measured:
     def of(cls, begins: list[dict[str, float]], ends: list[dict[str, float]], **about: Any) -> Self:
         """begins, ends: of each step, the clock's totals at its begin and its end."""
         names = tuple(ends[-1]) if ends else ()
-        before, after = (
-            np.array([[totals.get(name, 0.0) for name in names] for totals in each]).reshape(len(each), len(names))
-            for each in (begins, ends)
-        )
-        return cls(names=names, seconds=(after - before).astype(np.float32), **about)
+
+        def of(totals: list[dict[str, float]]) -> Floats:
+            rows = [list(map(each.get, names, repeat(0.0))) for each in totals]
+            return np.array(rows).reshape(len(totals), len(names))
+
+        return cls(names=names, seconds=(of(ends) - of(begins)).astype(np.float32), **about)
 
 
 @dataclass(frozen=True)
