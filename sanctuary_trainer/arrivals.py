@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,19 +30,18 @@ def needs_hooks(module: nn.Module, rides_apart: bool) -> bool:
 @contextmanager
 def waits_told(module: nn.Module, clock: Clock) -> Iterator[None]:
     """In a backward that runs inside, count as "wait" what it spends in DDP, and after its last gradient."""
-    began = last = 0.0
+    began: float | None = None
+    last: float | None = None
 
     def begins(parameter: torch.Tensor) -> None:
         nonlocal began
-        began = perf_counter()
+        began = clock.enter()
 
     def ends(*gradients: Any) -> None:
         nonlocal last
-        last = perf_counter()
-        if clock.trail is None:
+        if began is not None:
             clock.leave("wait", began)
-        else:
-            clock.trail.arrive()
+            last = clock.enter()
 
     handles = []
     for parameter in module.parameters():
@@ -53,9 +51,7 @@ def waits_told(module: nn.Module, clock: Clock) -> Iterator[None]:
             handles.append(_accumulation(parameter).register_hook(ends))
     try:
         yield
-        if clock.trail is not None:
-            clock.trail.leave_since_arrival("wait")
-        elif last:
+        if last is not None:
             clock.leave("wait", last)
     finally:
         for handle in handles:

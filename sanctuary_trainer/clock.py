@@ -17,7 +17,8 @@ device's own timeline.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
@@ -46,11 +47,13 @@ class Clock:
             the times.
     """
 
-    __slots__ = ("_mark", "_seconds", "sampling", "trail")
+    __slots__ = ("_inner", "_mark", "_seconds", "_whole", "sampling", "trail")
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._mark = perf_counter()
+        self._inner = 0.0  # seconds of all laps inside others
+        self._whole = False
         self.trail: Trail | None = None
         self.sampling = False
 
@@ -67,18 +70,31 @@ class Clock:
             self.trail.mark(name)
 
     def enter(self) -> float:
-        """Begins a lap inside another one; to be given to `leave`."""
+        """Begins a lap inside another one, which may hold more of them; to be given to `leave`."""
         if self.trail is not None:
             self.trail.mark(None)
-        return perf_counter()
+        return perf_counter() - self._inner
 
     def leave(self, name: str, began: float) -> None:
-        """Adds the time since `began` to `name` and leaves it out of the lap that is running."""
-        spent = perf_counter() - began
+        """Adds the time since `enter` to `name` and leaves it out of the lap that is running."""
+        if self._whole:
+            return
+        spent = perf_counter() - self._inner - began
         self._seconds[name] += spent
+        self._inner += spent
         self._mark += spent
         if self.trail is not None:
             self.trail.mark(name, inner=True)
+
+    @contextmanager
+    def whole(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to `name`, waits included: it holds every rank up, whoever works in it."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            self.lap(name)
 
     def total(self, name: str) -> float:
         """Seconds under `name` since the clock was made; 0.0 for a name without a lap."""
@@ -100,7 +116,6 @@ class Trail:
         self._make = make_event or (lambda: torch.Event(device.type, enable_timing=True))
         self._marks: list[tuple[str | None, torch.Event]] = []
         self._inner: set[int] = set()  # places of the marks that end a lap inside another one
-        self._arrival: torch.Event | None = None
         self.mark(None)
 
     def mark(self, name: str | None, inner: bool = False) -> None:
@@ -110,19 +125,6 @@ class Trail:
         if inner:
             self._inner.add(len(self._marks))
         self._marks.append((name, event))
-
-    def arrive(self) -> None:
-        """Notes the present place in the queue, in place of the one noted before."""
-        if self._arrival is None:
-            self._arrival = self._make()
-        self._arrival.record()
-
-    def leave_since_arrival(self, name: str) -> None:
-        """What is queued since the last arrival belongs to `name`, whatever lap is running."""
-        if self._arrival is not None:
-            self._marks.append((None, self._arrival))
-            self._arrival = None
-            self.mark(name, inner=True)
 
     def seconds(self) -> dict[str, float]:
         """Seconds on the device's timeline by name, to the last lap; waits where the device has not come there."""

@@ -76,6 +76,30 @@ def test_a_lap_inside_another_one_is_left_out_of_it(clock_and_time: tuple[Clock,
     assert clock.totals() == {"wait": 4.0, "logging": 3.0, "data": 8.0}
 
 
+def test_laps_inside_laps_count_once(clock_and_time: tuple[Clock, list[float]]) -> None:
+    clock, now = clock_and_time
+    hook = clock.enter()
+    now[0] += 1.0
+    collective = clock.enter()
+    now[0] += 4.0
+    clock.leave("wait", collective)
+    now[0] += 2.0
+    clock.leave("callbacks:EMA", hook)
+    now[0] += 8.0
+    clock.lap("callbacks")
+    assert clock.totals() == {"wait": 4.0, "callbacks:EMA": 3.0, "callbacks": 8.0}
+
+
+def test_what_holds_every_rank_up_counts_whole(clock_and_time: tuple[Clock, list[float]]) -> None:
+    clock, now = clock_and_time
+    with clock.whole("validation"):
+        began = clock.enter()
+        now[0] += 4.0
+        clock.leave("wait", began)
+        now[0] += 1.0
+    assert clock.totals() == {"validation": 5.0}
+
+
 def test_totals_are_not_changed_by_later_laps(clock_and_time: tuple[Clock, list[float]]) -> None:
     clock, now = clock_and_time
     now[0] += 1.0
@@ -115,11 +139,11 @@ def test_a_trail_tells_the_laps_on_the_devices_own_timeline(clock_and_time: tupl
     queue[0] = 15.0
     clock.lap("logging")
     queue[0] = 31.0
-    trail.arrive()
+    clock.enter()  # of what is left later counts what was entered last
     queue[0] = 63.0
-    trail.arrive()  # only the last arrival counts
+    began = clock.enter()
     queue[0] = 127.0
-    trail.leave_since_arrival("wait")
+    clock.leave("wait", began)
     queue[0] = 255.0
     clock.lap("backward")
     queue[0] = 511.0

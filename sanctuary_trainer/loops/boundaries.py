@@ -148,6 +148,7 @@ def save_point(run: Run, together: bool) -> None:
         drop_requests(run)  # not every rank may have come to ask
         raise
     if run.requests:
-        write_requested(run)
+        with run.clock.whole("checkpoint"):
+            write_requested(run)
     run.clock.lap("checkpoint")
     run.save_asked = False

@@ -152,6 +152,7 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
     run.devices.broadcast_tensors(run.task.buffers())
     try:
         with (
+            run.clock.whole("validation"),
             run.records.aside(leave_no_trace=stage == "sanity"),
             generators_aside(run.device),
             torch.no_grad(),
@@ -163,5 +164,4 @@ def evaluating(run: Run, stage: str) -> Iterator[None]:
             module.training = training
         run.end_batch()
         run.loader_name, run.stage = "", former
-        run.clock.lap("validation")
         run.pause_throughput(time.perf_counter() - begun)

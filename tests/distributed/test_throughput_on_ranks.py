@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.callbacks.test_throughput import BACKWARD, FORWARD, STEP, Slow, fit, stopped
+from sanctuary_trainer.callbacks import Checkpoint, Throughput
+from tests.callbacks.test_throughput import BACKWARD, FORWARD, STEP, Slow, SlowToSave, Time, fit, stopped
 from tests.distributed.workers import Ranks
 
 
@@ -47,3 +52,56 @@ def test_rank_0_alone_tells_it_at_the_end(two_ranks: Ranks) -> None:
     first, second = two_ranks(train, (0.0, 0.0)).outputs
     assert "Throughput: 4.57 samples/s, 875 ms per step (95 % under 875 ms)" in first
     assert "Throughput" not in second
+
+
+class SlowToValidate(Slow):
+    """Slow on rank 1 alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.time.spend(64.0 * self.run.rank)
+
+
+def meeting(function: Callable[..., Any], time: Time) -> Callable[..., Any]:
+    """The collective, at whose end all ranks have the time of the latest."""
+
+    def call(*args: Any, **settings: Any) -> Any:
+        result = function(*args, **settings)
+        latest = torch.tensor(time.now, dtype=torch.float64)
+        all_reduce(latest, dist.ReduceOp.MAX)
+        time.now = float(latest)
+        return result
+
+    return call
+
+
+all_reduce = dist.all_reduce
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "broadcast",
+)
+
+
+def train_with_waits(run_folder: Path) -> Any:
+    """Validations are slow on rank 1 and checkpoints on rank 0, which the other one waits for."""
+    with pytest.MonkeyPatch.context() as patch:
+        time = stopped(patch)
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, meeting(getattr(dist, name), time))
+        callbacks = [Throughput(), Checkpoint(every_n_steps=2), SlowToSave(time)]
+        settings = {"val_check_interval": 2, "validate": True, "project_dir": run_folder}
+        points = fit(time, SlowToValidate(time), samples=48, callbacks=callbacks, **settings)
+        return points.values
+
+
+def test_waiting_in_validations_and_checkpoints_does_not_count_either(two_ranks: Ranks, run_folder: Path) -> None:
+    found = two_ranks(train_with_waits, run_folder)
+    assert found[0] == found[1]
+    for step, values in found[0].items():
+        assert values["speed/samples_per_second"] == pytest.approx(4 / STEP), step
+        assert values["speed/step_ms_p95"] == pytest.approx(1000 * STEP), step
+    assert found[0][8]["speed/eta_seconds"] == pytest.approx(4 * (7 * STEP + 3 * 96.0) / 7)
