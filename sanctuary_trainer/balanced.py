@@ -3,7 +3,7 @@
     BalancedBatchSampler
       draw a plain shuffle
       for each round:  the next R x B samples of it, and at the end the rest
-        the most expensive first:  into the batch that costs least so far and is not full
+        the most expensive first, equal ones mixed:  into the batch that costs least so far and is not full
         R batches, each in the order of the shuffle, and the one with the round's first sample first
 
 A round takes the same samples as without balance; only who gets which is chosen. So which rank gets the most expensive
@@ -35,7 +35,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Every sample comes once an epoch. Batch k is for rank k % ranks; a Trainer deals so, and accelerate does with
     even_batches=False. The shuffle is drawn from torch's global generator, which a Trainer seeds by seed and epoch;
-    elsewhere `torch.manual_seed` fixes it, and has to be called alike on all ranks.
+    elsewhere `torch.manual_seed` fixes it, and has to be called alike on all ranks. The order within a round depends
+    on the number of ranks, with shuffle=False too.
 
     Args:
         costs: what each sample costs, in any unit (pixels, boxes, tokens): one number of 0 or more per sample, as a
@@ -48,7 +49,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_samples: the length of the data set: needed where `costs` is a function, else it is compared.
 
     Raises:
-        SettingsError: the costs are not one finite number of 0 or more per sample, or a size is below 1.
+        SettingsError: the costs are not one finite number of 0 or more per sample, or another argument is wrong.
     """
 
     def __init__(
@@ -61,11 +62,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         num_samples: int | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("ranks", 1 if ranks is None else ranks)):
-            if type(value) is not int or value < 1:
-                raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected a whole number from 1.")
-        self.batch_size, self.ranks, self.shuffle, self.drop_last = batch_size, ranks, shuffle, drop_last
-        self._costs = _checked(costs, num_samples)
+        self.batch_size = _whole("batch_size", batch_size, 1)
+        self.ranks = None if ranks is None else _whole("ranks", ranks, 1)
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected True or False.")
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._costs = _checked(costs, None if num_samples is None else _whole("num_samples", num_samples, 0))
+        self._places = _most_expensive_first(self._costs)
         self._used = 0
 
     def after(self, samples: int) -> BalancedBatchSampler:
@@ -90,10 +94,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         count -= self._used
         for begin in range(0, count - count % full if self.drop_last else count, full):
             samples = order[begin : begin + full]
-            yield from _deal(samples, self._costs, [len(samples[rank::ranks]) for rank in range(ranks)])
+            yield from _deal(samples, self._costs, self._places, [len(samples[rank::ranks]) for rank in range(ranks)])
 
 
-def _deal(samples: Sequence[int], costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+def _deal(samples: Sequence[int], costs: list[float], places: list[int], sizes: list[int]) -> list[list[int]]:
     """Deal samples into batches of these sizes and about equal cost; where the size is 0, there is none.
 
     Longest processing time first (Graham, Bounds on Multiprocessing Timing Anomalies, 1969); a full batch takes no
@@ -102,7 +106,7 @@ def _deal(samples: Sequence[int], costs: Sequence[float], sizes: Sequence[int]) 
     """
     batches: list[list[int]] = [[] for size in sizes if size]
     lightest = [(0.0, number) for number in range(len(batches))]  # a heap
-    for sample in sorted(sorted(samples), key=costs.__getitem__, reverse=True):
+    for sample in sorted(samples, key=places.__getitem__):
         cost, number = lightest[0]
         batches[number].append(sample)
         if len(batches[number]) < sizes[number]:
@@ -113,19 +117,29 @@ def _deal(samples: Sequence[int], costs: Sequence[float], sizes: Sequence[int]) 
     return sorted((sorted(batch, key=place.__getitem__) for batch in batches), key=lambda batch: place[batch[0]])
 
 
+def _most_expensive_first(costs: list[float]) -> list[int]:
+    """The place of each sample, the most expensive first, and equal ones in a fixed random order."""
+    # Not in the data set's: neighbours are often of one class, and where they cost nothing, they fill one batch.
+    order = np.lexsort((np.random.RandomState(0).permutation(len(costs)), -np.asarray(costs)))
+    return np.argsort(order).tolist()  # type: ignore[no-any-return]
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected a whole number from {least}.")
+    return int(value)
+
+
 def _checked(costs: Any, num_samples: int | None) -> list[float]:
     if callable(costs):
         if num_samples is None:
-            raise SettingsError(
-                "BalancedBatchSampler got a function as costs and cannot know of how many samples. "
-                "Give num_samples=len(dataset) too."
-            )
-        costs = [costs(index) for index in range(num_samples)]
-    if isinstance(costs, torch.Tensor):
-        costs = costs.detach().double().cpu()  # bfloat16 is no type of numpy's
+            raise SettingsError("BalancedBatchSampler got a function as costs. Give num_samples=len(dataset), too.")
+        costs = [costs(sample) for sample in range(num_samples)]
     try:
+        if isinstance(costs, torch.Tensor):
+            costs = costs.detach().double().cpu()  # bfloat16 is no type of numpy's
         values = np.asarray(costs, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise SettingsError(f"BalancedBatchSampler expected one number per sample as costs: {error}.") from error
     if values.ndim != 1:
         raise SettingsError(

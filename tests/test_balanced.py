@@ -67,12 +67,23 @@ def test_each_sample_comes_once_and_ranks_get_equal_counts(
 
 
 def test_the_most_expensive_sample_goes_first_to_the_batch_that_costs_least() -> None:
-    costs = [9, 3, 8, 2, 1, 1, 5, 5, 5, 5, 5, 5, 7, 1, 2]
+    costs = [9, 3, 8, 2, 1, 0.5, 5, 4, 6, 3, 2, 1, 7, 1, 2]
     assert list(BalancedBatchSampler(costs, 3, ranks=2, shuffle=False)) == [
         *([0, 3, 4], [1, 2, 5]),  # 9 | 8, then 3 beside 8, 2 beside 9; of equal batches the first is given more
-        *([6, 8, 10], [7, 9, 11]),
+        *([6, 7, 11], [8, 9, 10]),  # 6 | 5, then 4 beside 5, 3 beside 6, 2 beside 9
         *([12, 13], [14]),  # 7 | 2, and the second batch is full
     ]
+
+
+@pytest.mark.parametrize(
+    "costs", [[0] * 512, [1] * 512, [i % 7 == 0 for i in range(512)]], ids=["none", "equal", "few"]
+)
+def test_samples_of_equal_cost_share_batches_as_in_a_plain_shuffle(costs: list[float]) -> None:
+    """Where neighbours in the data set are of one of 8 classes, a batch of 8 holds 8 * (1 - (7 / 8) ** 8) = 5.3."""
+    torch.manual_seed(0)
+    batches = [batch for _ in range(8) for batch in BalancedBatchSampler(costs, 8, ranks=8)]
+    classes = sum(len({sample // 64 for sample in batch}) for batch in batches) / len(batches)
+    assert 5.1 < classes < 5.5  # standard deviation 0.04
 
 
 def greedy(costs: Sequence[float], samples: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
@@ -150,24 +161,35 @@ def test_costs_of_any_form_deal_alike(costs: Any) -> None:
     assert batches(costs) == batches(list(range(20)))
 
 
+def test_sizes_may_be_numpys() -> None:
+    sampler = BalancedBatchSampler(lambda index: index, np.int64(3), ranks=np.int32(2), num_samples=np.int64(20))
+    assert (type(sampler.batch_size), sampler.batch_size, sampler.ranks, len(sampler)) == (int, 3, 2, 8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([1, 2], 0), "batch_size=0; expected a whole number from 1"),
+        (([1, 2], "2"), "batch_size='2'; expected"),
         (([1, 2], 2.0), "batch_size=2.0; expected"),
         (([1, 2], True), "batch_size=True; expected"),
         (([1, 2], 1, {"ranks": 0}), "ranks=0; expected a whole number from 1"),
+        (([1, 2], 1, {"shuffle": "no"}), "shuffle='no'; expected True or False"),
+        (([1, 2], 1, {"drop_last": 1}), "drop_last=1; expected True or False"),
+        ((len, 1, {"num_samples": 2.0}), "num_samples=2.0; expected a whole number from 0"),
         (([1, -2.5], 1), r"costs\[1\]=-2.5; expected a finite number of 0 or more. 1 of 2 are wrong"),
         (([math.nan, 1, math.inf], 1), r"costs\[0\]=nan; .* 2 of 3"),
         (([1, None], 1), r"costs\[1\]=nan"),
         (([[1, 2], [3, 4]], 1), r"costs of shape \(2, 2\); expected one number per sample, such as height \* width"),
         (([[1, 2], [3]], 1), "expected one number per sample"),
         ((["a"], 1), "expected one number per sample as costs: could not convert string to float: 'a'"),
+        (([10**400], 1), "expected one number per sample as costs: int too large"),
+        (([torch.ones((), requires_grad=True)], 1), "expected one number per sample as costs: Can't call numpy"),
         ((3.0, 1), r"costs of shape \(\)"),
         (([1, 2, 3], 1, {"num_samples": 4}), "3 costs for num_samples=4"),
         ((len, 1), r"Give num_samples=len\(dataset\)"),
     ],
-    ids=str,
+    ids=lambda value: f"{value!s:.60}",
 )
 def test_what_cannot_be_dealt_is_told_at_once(arguments: tuple[Any, ...], message: str) -> None:
     settings = arguments[2] if len(arguments) > 2 else {}
