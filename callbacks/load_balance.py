@@ -66,7 +66,6 @@ class LoadBalance(Callback):
         self._place: dict[str, Any] = {}
         self._steps, self._check = 0, LEAST_STEPS
         self._shown = time.monotonic()
-        self._processor = 0.0
         self._last_processor = time.process_time()
 
     def on_fit_start(self, run: Run) -> None:
@@ -141,7 +140,8 @@ class LoadBalance(Callback):
             ends,
             samples=self._samples,
             cost=self._costs,
-            processor_seconds=processor - self._last_processor if run.device.type == "cpu" else None,
+            # Where not all steps are rows, it is not known which part of it they took.
+            processor_seconds=None if self._steps else processor - self._last_processor,
             memory_bytes=memory_bytes,
             memory_share=memory_share,
             workers=None if run.train_loader is None else run.train_loader.num_workers,
