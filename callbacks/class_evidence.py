@@ -25,7 +25,7 @@ from sanctuary_trainer import TaskError
 
 TILE = 96  # pixels, the side of an image as it is shown
 MOST_CELLS = 2048  # of a side of the confusion matrix: 32 MB; of more classes neighbours share a cell
-UNKNOWN_KEY = 1 << 62  # keys from here on only count the samples of streams, which have none
+UNKNOWN_KEY = 1 << 62  # keys from here on only count samples whose own is unknown, as those of streams
 
 
 class Sample(NamedTuple):
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
     Attributes:
         score: by which it is ranked: its log-probability or its loss.
-        key: its key in the data set; from UNKNOWN_KEY on where it has none that is a whole number.
+        key: its key in the data set; from UNKNOWN_KEY on where none is known that is a whole number.
         image: (3, TILE, TILE) uint8.
     """
 
@@ -86,6 +86,7 @@ class Evidence:
         num_classes: K.
         num_images: how many samples are kept of each kind.
         mean, std: see `tiles`.
+        probabilities: whether `add` is given probabilities as logits.
         rank, world_size: give samples without a key a number of their own.
     """
 
@@ -97,10 +98,11 @@ class Evidence:
         std: Sequence[float] | None,
         *,
         device: torch.device,
+        probabilities: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.num_classes, self._look = num_classes, (mean, std)
+        self.num_classes, self._look, self._probabilities = num_classes, (mean, std), probabilities
         self.group = group_of(num_classes)
         self._side = -(-num_classes // self.group)
         # One place more in each, for labels that are no class: skipping them would have to wait for the device.
@@ -115,9 +117,12 @@ class Evidence:
         device = self._counts.device
         known_keys = self._keys(keys, len(labels)).to(device, non_blocking=True)
         labels = labels.to(device, torch.int64, non_blocking=True)
-        # Half precision would rank ties where there are none.
-        chances = logits.to(device, torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
-        confidences, predictions = chances.max(1)
+        # Half precision would rank ties where there are none, and so would the softmax: it rounds logits that are near
+        # each other to one value, of which the first would win.
+        logits = logits.to(device, torch.promote_types(logits.dtype, torch.float32))
+        predictions = logits.argmax(1)
+        chances = (logits.log() if self._probabilities else logits).log_softmax(1)
+        confidences = chances.gather(1, predictions.unsqueeze(1)).squeeze(1)
         is_class = (labels >= 0) & (labels < self.num_classes)
         losses = -chances.gather(1, labels.where(is_class, 0).unsqueeze(1)).squeeze(1)
         is_right = is_class & (predictions == labels)
@@ -147,9 +152,13 @@ class Evidence:
         )
 
     def _keys(self, keys: Sequence[Any] | None, count: int) -> Tensor:
-        """(B,) int64: the keys where they are whole numbers, else numbers that no other sample has."""
-        if keys is not None and all(hasattr(key, "__index__") and -UNKNOWN_KEY < key < UNKNOWN_KEY for key in keys):
-            return torch.tensor([int(key) for key in keys], dtype=torch.int64)
+        """(B,) int64: the keys where they are whole numbers, one of each sample; else numbers that no other sample has.
+
+        A collate function may leave samples out, or make several of one: nobody knows whose keys are left then.
+        """
+        known: Sequence[Any] = keys if keys is not None and len(keys) == count else [None] * count
+        if all(hasattr(key, "__index__") and -UNKNOWN_KEY < key < UNKNOWN_KEY for key in known):
+            return torch.tensor([int(key) for key in known], dtype=torch.int64)
         numbers = torch.arange(self._seen, self._seen + count) * self._world_size + self._rank
         self._seen += count
         return UNKNOWN_KEY + numbers

@@ -15,8 +15,8 @@ from sanctuary_trainer.callbacks.class_evidence import TILE, UNKNOWN_KEY, Found,
 
 PICTURE = 900
 HEADING = 34
-NAMES = 150  # beside and above the matrix
-MOST_NAMED = 50  # classes; more are a heat map without text
+NAMES, NUMBERS = 150, 60  # beside and above the matrix
+MOST_NAMED = 50  # classes; more are a heat map with numbers
 MOST_BARS = 40
 COLUMNS = 8
 CAPTION = 44  # three lines
@@ -27,24 +27,24 @@ RIGHT, WRONG = (20, 100, 180), (200, 50, 30)  # of a cell that holds its whole r
 def confusion_picture(found: Found, names: Sequence[str]) -> Image.Image:
     """The confusion matrix: a cell is the darker the larger its share of its row, blue on the diagonal, red beside it.
 
-    Counts are written where they have room, names for at most 50 classes; cells of many classes are summed until each
-    is at least a pixel.
+    Counts are written where they have room, names for at most 50 classes, else some of the classes' numbers; cells of
+    many classes are summed until each is at least a pixel.
     """
     right, total = int(found.right.sum()), int(found.total.sum())
     image, pen = _page(f"{right:,} of {total:,} right ({right / max(total, 1):.2%}){_left_out(found)}", PICTURE)
     named = len(names) <= MOST_NAMED
-    margin = NAMES if named else HEADING
-    left, top = margin, HEADING + margin
+    left, top = NAMES if named else NUMBERS, HEADING + (NAMES if named else NUMBERS)
     room = PICTURE - top - 8
     counts = _summed(found.counts, room)
-    cell = room // len(counts)
-    side = cell * len(counts)
+    side = room // len(names) * len(names) if named else room  # in cells of one size for text
     image.paste(Image.fromarray(shades(counts)).resize((side, side), Image.Resampling.NEAREST), (left, top))
     pen.rectangle((left - 1, top - 1, left + side, top + side), outline=PALE)
     pen.text((left + side / 2, HEADING + 6), "predicted", GREY, _font(14), anchor="mm")
     _sideways(image, "true", (12, top + side // 2), GREY, _font(14), anchor="middle")
     if named:
-        _name_cells(image, pen, counts, names, (left, top), cell)
+        _name_cells(image, pen, counts, names, (left, top), side // len(names))
+    else:
+        _number_cells(pen, len(names), (left, top), side)
     return image
 
 
@@ -100,7 +100,7 @@ def samples_picture(
         texts = [f"true {names[sample.label]}", f"pred {names[sample.prediction]}", _score(sample, measure) + number]
         colours = [BLACK, BLACK if sample.label == sample.prediction else WRONG, GREY]
         for i, (text, colour) in enumerate(zip(texts, colours, strict=True)):
-            pen.text((left, top + TILE + 2 + i * line), _fitting(text, _font(11), cell - 6), colour, _font(11))
+            pen.text((left, top + TILE + 2 + i * line), _fitting(text, _font(10), cell - 6), colour, _font(10))
     if not samples:
         pen.text((12, HEADING + 8), "none", GREY, _font(14))
     return image
@@ -125,7 +125,8 @@ def _page(heading: str, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 def _summed(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """The matrix with neighbours summed until it has at most so many rows."""
-    starts = np.arange(0, len(counts), -(-len(counts) // most))
+    rows = min(len(counts), most)
+    starts = np.arange(rows) * len(counts) // rows
     return np.add.reduceat(np.add.reduceat(counts, starts, 0), starts, 1)
 
 
@@ -152,6 +153,16 @@ def _name_cells(
             pen.text(place, text, WHITE if shares[row, column] > 0.3 else BLACK, font, anchor="mm")
 
 
+def _number_cells(pen: ImageDraw.ImageDraw, count: int, corner: tuple[int, int], side: int) -> None:
+    """Write at most 10 of the classes' numbers beside and above the matrix."""
+    left, top = corner
+    step = next(step for power in range(9) for step in (10**power, 2 * 10**power, 5 * 10**power) if count <= 10 * step)
+    for i in range(0, count, step):
+        middle = (i + 0.5) * side / count
+        pen.text((left - 6, top + middle), str(i), GREY, _font(11), anchor="rm")
+        pen.text((left + middle, top - 6), str(i), GREY, _font(11), anchor="mb")
+
+
 def _sideways(
     image: Image.Image, text: str, place: tuple[int, int], colour: tuple[int, int, int], font: Any, anchor: str
 ) -> None:
@@ -166,14 +177,18 @@ def _sideways(
 
 
 def _fitting(text: str, font: Any, width: int) -> str:
-    """Text that is cut where it is wider than this."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+    """Text in one line, without its middle where it is wider than this: long names often differ at their ends."""
+    text = fitting = " ".join(text.split())
+    kept = min(len(text), width)  # no letter is narrower than a pixel
+    while kept and font.getlength(fitting) > width:
+        kept -= 1
+        fitting = text[: kept - kept // 2] + "…" + text[len(text) - kept // 2 :]
+    return fitting
 
 
 @cache  # reading it takes longer than a word
 def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
+    try:
+        return ImageFont.truetype("DejaVuSans.ttf", size)  # has European letters, where the machine has it
+    except OSError:
+        return ImageFont.load_default(size)  # ASCII

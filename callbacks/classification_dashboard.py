@@ -10,10 +10,13 @@ looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,10 +49,10 @@ class ClassificationDashboard(Callback):
         mean, std: with which the images were normalised, one value or one for each channel, so that they are shown as
             `images * std + mean` in [0, 1]; None where they are in [0, 1] or uint8.
         images: called with (batch, outputs) of a validation batch, and with (batch, None) of a training batch; returns
-            (B, C, H, W) with 1 or 3 channels.
+            (B, C, H, W) with 1 or 3 channels, float or uint8.
         logits: called with (batch, outputs); returns (B, K).
         labels: called with (batch, outputs); returns (B,), whole numbers. Others than 0 to K - 1 are left out.
-        probabilities: whether `logits` are probabilities.
+        probabilities: whether `logits` finds probabilities.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -118,6 +121,7 @@ class ClassificationDashboard(Callback):
                 self.mean,
                 self.std,
                 device=logits.device,
+                probabilities=self.probabilities,
                 rank=run.rank,
                 world_size=run.world_size,
             )
@@ -126,7 +130,7 @@ class ClassificationDashboard(Callback):
                 f"ClassificationDashboard got logits of {logits.shape[1]} classes, and of {evidence.num_classes} in a "
                 "batch before; expected as many in each."
             )
-        evidence.add(images, logits.log() if self.probabilities else logits, labels, sample_indices)
+        evidence.add(images, logits, labels, sample_indices)
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         evidence, self._evidence = self._evidence, {}
@@ -207,16 +211,17 @@ class ClassificationDashboard(Callback):
                 f"ClassificationDashboard got {len(images)} images with logits of {len(logits)} samples; expected as "
                 "many. Give images= a function that finds them in (batch, outputs)."
             )
-        self._class_names(run, logits.shape[1])
+        if run.loader_name not in self._evidence:  # once a validation
+            self._class_names(run, logits.shape[1])
         # Outputs of a batch that ran in pieces (OOMFallback) lie on the host.
         return images.detach(), logits.detach().to(images.device), labels.detach().to(images.device)
 
     def _images(self, batch: Any, outputs: Any, where: str) -> Tensor:
         images = _pair(batch, 0, "images") if self.images is None else self.images(batch, outputs)
-        if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[1:]:
+        if not _is_images(images):
             raise TaskError(
-                f"ClassificationDashboard got images that are {_kind(images)} of {where}; expected a tensor "
-                "(B, C, H, W) with 1 or 3 channels. Give images= a function that makes it of (batch, outputs)."
+                f"ClassificationDashboard got images that are {_kind(images)} of {where}; expected a float or uint8 "
+                "tensor (B, C, H, W) with 1 or 3 channels. Give images= a function that makes it of (batch, outputs)."
             )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, images.shape[1]):
@@ -233,6 +238,16 @@ def _pair(batch: Any, place: int, what: str) -> Any:
     raise TaskError(
         f"ClassificationDashboard got a batch that is {_kind(batch)}; (images, labels) was expected. Give {what}= a "
         "function that finds them in (batch, outputs)."
+    )
+
+
+def _is_images(value: object) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and (value.is_floating_point() or value.dtype == torch.uint8)
+        and value.ndim == 4
+        and value.shape[1] in (1, 3)
+        and 0 not in value.shape[2:]
     )
 
 
@@ -256,13 +271,15 @@ def _channels(name: str, values: Any) -> list[float] | None:
         return None
     given = values.tolist() if hasattr(values, "tolist") else values
     numbers = list(given) if isinstance(given, list | tuple) else [given]
-    fine = bool(numbers) and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
-    _check(name, values, fine, "a number, or one for each channel,")
+    least = 0.0 if name == "std" else -math.inf
+    fine = bool(numbers) and all(isinstance(each, Real) and least < float(each) < math.inf for each in numbers)
+    _check(name, values, fine, f"a number{' above 0' if name == 'std' else ''}, or one for each channel,")
     return [float(each) for each in numbers]
 
 
 def _names(names: Any) -> list[str]:
-    given = [] if isinstance(names, str) else list(names)
+    ordered = isinstance(names, Iterable) and not isinstance(names, str | Mapping | set | frozenset)
+    given = list(names) if ordered else []
     fine = bool(given) and all(isinstance(name, str) and name for name in given) and len(set(given)) == len(given)
     _check("class_names", names, fine, "a list of different names, one for each class,")
     return given

@@ -162,6 +162,43 @@ def test_labels_that_are_no_class_are_left_out_and_the_heading_says_so() -> None
     assert keys(found.confident_mistakes) == [0] and keys(found.worst_losses) == [0, 3]
 
 
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_predictions_are_those_of_the_logits_where_the_softmax_would_round_them_to_a_tie(probabilities: bool) -> None:
+    evidence = Evidence(3, 4, None, None, device=torch.device("cpu"), probabilities=probabilities)
+    close = torch.tensor([[0.5, 0.49999997, 0.0], [0.49999997, 0.5, 0.0]]) if probabilities else 1e-9 * torch.eye(3)
+    assert len(close.softmax(1).unique()) == 1 or probabilities
+    labels = torch.arange(len(close))
+    evidence.add(torch.rand(len(close), 1, 2, 2), close, labels, labels.tolist())
+    assert joined([evidence.share()], 4).right.tolist() == [int(i < len(close)) for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_in_half_precision_are_ranked_as_they_are(dtype: torch.dtype) -> None:
+    """The logarithms of neighbours would be one number in their precision."""
+    first = torch.tensor(0.01).to(dtype)
+    chances = torch.stack([first.nextafter(torch.tensor(1.0).to(dtype)), first])
+    assert chances[0] > chances[1] and chances.log().unique().numel() == 1
+    evidence = Evidence(2, 2, None, None, device=torch.device("cpu"), probabilities=True)
+    evidence.add(torch.rand(2, 1, 2, 2), torch.stack([1 - chances, chances], 1), torch.ones(2).long(), [0, 1])
+    assert keys(joined([evidence.share()], 2).worst_losses) == [1, 0]
+
+
+def without_class_0(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate([sample for sample in samples if sample[1] != 0])
+
+
+def test_a_collate_function_may_leave_samples_out(run_folder: Path) -> None:
+    dashboard, task, samples = ClassificationDashboard(num_images=5), Classifier(), images(37, seed=2)
+    fit(run_folder, dashboard, task=task, val=loader(samples, 12, collate_fn=without_class_0))
+    kept = [sample for sample in samples if sample[1] != 0]
+    matrix, _, losses = by_hand(task, kept, 5)
+    found = dashboard.found[""]
+    assert np.array_equal(found.counts, matrix) and all(sample.key >= UNKNOWN_KEY for sample in found.worst_losses)
+    for sample, number in zip(found.worst_losses, losses, strict=True):
+        assert sample.label == kept[number][1]
+        assert np.array_equal(sample.image, tiles(kept[number][0][None])[0].numpy())
+
+
 def test_nan_comes_first_and_is_drawn() -> None:
     evidence = Evidence(2, 4, None, None, device=torch.device("cpu"))
     logits = torch.tensor([[9.0, 0.0], [torch.nan, 0.0]])
@@ -270,6 +307,7 @@ def test_readers_find_images_probabilities_and_labels(run_folder: Path) -> None:
         ({"labels": lambda batch, outputs: batch[1][:2]}, "labels that are a tensor (2,) of torch.int64"),
         ({"images": lambda batch, outputs: batch[0][:, 0]}, "a tensor (4, 4, 4) of torch.float64 of a validation"),
         ({"images": lambda batch, outputs: batch[0][:2]}, "2 images with logits of 4 samples"),
+        ({"images": lambda batch, outputs: batch[0].long()}, "torch.int64 of a validation batch; expected a float or"),
         ({"class_names": ["a", "b"]}, "logits of 3 classes and 2 class names"),
         ({"mean": [0.5, 0.5], "std": 1}, "mean= of 2 channels and images of 1"),
     ],
@@ -289,9 +327,14 @@ def test_what_cannot_be_shown_is_told_before_the_training(run_folder: Path, read
         ({"max_scalars": 2.0}, "max_scalars=2.0; a whole number of at least 0 was"),
         ({"class_names": "abc"}, "class_names='abc'; a list of different names"),
         ({"class_names": ["a", "a"]}, "a list of different names"),
+        ({"class_names": {"b", "a"}}, "a list of different names"),
+        ({"class_names": {"b": 1, "a": 0}}, "a list of different names"),
+        ({"class_names": 2}, "class_names=2; a list of different names"),
         ({"images": "pixels"}, "images='pixels'; a function of (batch, outputs)"),
         ({"mean": 0.5}, "mean=0.5 and std=None; give both or neither"),
         ({"mean": ["a"], "std": [1]}, "mean=['a']; a number"),
+        ({"mean": float("nan"), "std": 1}, "mean=nan; a number"),
+        ({"mean": 0, "std": [1, 0, 1]}, "std=[1, 0, 1]; a number above 0, or one for each channel"),
         ({"probabilities": 1}, "probabilities=1; True or False"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -507,6 +550,36 @@ def test_a_heat_map_of_many_classes_loses_no_mistake() -> None:
     counts[7, 990] = 1
     picture = np.asarray(confusion_picture(found_of(counts), [str(i) for i in range(1000)]))
     assert (picture == np.array(WRONG)).all(-1).sum() == 1
+
+
+@pytest.mark.parametrize("classes", [51, 100, 500, 830, 1000, 2048])
+def test_a_heat_map_fills_its_page(classes: int) -> None:
+    counts = np.zeros((classes, classes), dtype=np.int64)
+    counts[0, 0] = counts[-1, -1] = 1
+    picture = np.asarray(confusion_picture(found_of(counts), [str(i) for i in range(classes)]))
+    rows, columns = (picture == np.array(RIGHT)).all(-1).nonzero()
+    assert (rows.min(), columns.min()) == (94, 60) and (rows.max(), columns.max()) == (PICTURE - 9, PICTURE - 43)
+
+
+def test_long_names_that_differ_at_their_ends_are_told_apart() -> None:
+    def drawn(name: str) -> Any:
+        counts = np.eye(2, dtype=np.int64)
+        evidence = Evidence(2, 1, None, None, device=torch.device("cpu"))
+        evidence.add(torch.ones(1, 1, 2, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1).long(), [0])
+        worst = joined([evidence.share()], 1).worst_losses
+        found = found_of(counts)
+        pictures = (
+            confusion_picture(found, [name, "other"]),
+            bars_picture(found, [name, "other"]),
+            samples_picture(worst, [name, "other"], "", "loss", 1),
+        )
+        return [np.asarray(picture) for picture in pictures]
+
+    long = "an animal of the deep sea that " * 20
+    for one, other in zip(drawn(f"{long}glows"), drawn(f"{long}hides"), strict=True):
+        assert not np.array_equal(one, other)
+    for one, other in zip(drawn("two words"), drawn("two\n words\t"), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_the_samples_picture_holds_their_pixels_in_their_order() -> None:
