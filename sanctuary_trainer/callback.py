@@ -324,7 +324,7 @@ def _nobody(*arguments: object) -> None:
 
 
 def _timed(call: Callable[..., None], clock: Clock, lap: str) -> Callable[..., None]:
-    name = f"{lap}:{type(getattr(call, '__self__', call)).__qualname__}"
+    name = f"{lap}:{type(getattr(call, '__self__', call)).__name__}"
 
     def timed(*arguments: object) -> None:
         began = clock.enter()
