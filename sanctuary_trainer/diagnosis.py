@@ -3,25 +3,33 @@
 A step lasts until the slowest rank has come to the sync and the gradients are summed:
 
     time of a step = the longest own work of any rank (all laps but "wait") + communication that nothing hides
-    own work       = what every rank must do + what some rank does more than the others
     communication  = the shortest wait of any rank: the slowest one waits for nothing else
 
-So a cause costs everybody what the step would be shorter without it. The threshold for telling is `LIMIT`; see there.
+So a cause costs everybody what the step would be shorter without it, and this is reckoned step by step:
+
+    lost = longest own work - longest of (own work - what the cause adds to each rank's)
+
+    uneven work       what a batch is above the ranks' mean in that step, at the seconds that work was found to take
+    a slow rank       what it takes longer than the rank in the middle (of two the faster)
+    all ranks         the rest of their data, callbacks, ...: what a step would be shorter without any
+
+The thresholds stand below, each with its reason.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from sanctuary_trainer import advice
 from sanctuary_trainer.clock import LAPS
 
 Floats = npt.NDArray[np.float64]
-Ranks = npt.NDArray[np.intp]
+Ranks = npt.NDArray[np.bool_]  # (R,) whether it belongs to them
 
 CAUSES = (
     "slow_data_on_rank",
@@ -37,18 +45,23 @@ CAUSES = (
     "memory_nearly_full",
 )
 
-# Of everybody's time. Two processes on two shared cores differ by up to 6 % in runs that are balanced
-# (benchmarks/load_balance.py); below a tenth, looking for the cause costs more than it brings.
+# Of everybody's time: below a tenth, looking for the cause costs more than it brings.
 LIMIT = 0.10
+# Some communication is needed, and what there is to try halves it at best; on two cores that others use too, a message
+# waits for its turn, 5 to 7 % of a balanced step of 50 ms (benchmarks/load_balance.py).
+COMMUNICATION_LIMIT = 0.15
 # Validation is wanted; only where it takes a third of the time is it worth a word.
 VALIDATION_LIMIT = 1 / 3
 # What the allocator holds in pieces that fit nobody, and the libraries' own memory, take up to this much.
 MEMORY_LIMIT = 0.92
-# Work or samples that differ less are what any shuffled data has.
-UNEVEN = 1.05
-# A cause is chronic while the mean share of the last steps or so is half of the limit.
-CHRONIC_STEPS = 20
-# One step in twenty may be an outlier (the machine paused), and counts as much as the next slowest.
+# Parts of a run that are looked at one by one. Steps in a row have their noise in common (another job ran for a
+# second), so that parts tell what lasts, and single steps do not.
+PARTS, PART_STEPS = 8, 25  # so many at least; in a long run each has so many steps
+# A rank is slower than the others when the parts agree on it: by three times the standard error of their mean.
+STANDARD_ERRORS = 3.0
+# A rank has less of its processor than the others: noise is under a tenth, a job of equal weight takes a half.
+LESS_PROCESSOR = 0.85
+# A step in twenty may be an outlier: where seconds are compared with work, it counts as the next slowest.
 OUTLIERS = 0.95
 
 _KINDS = {
@@ -59,8 +72,11 @@ _KINDS = {
     "checkpoint": ("checkpoint",),
     "validation": ("validation",),
 }
-# What happens in each step. The rest falls on some steps, so that an outlier is what is to be counted.
-_STEADY = ("data", "compute")
+# What takes longer for more work.
+_OF_WORK = ("data", "compute")
+# What falls on some steps: these are what is to be counted. In the rest, which each step has, a part of the run that is
+# unlike all others (the machine paused) counts for nothing.
+_RARE = ("callbacks", "logging", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Finding:
         cause: one of `CAUSES`.
         ranks: whom it concerns; () for all of them, or for ranks in turn.
         share: of everybody's time that it costs, in [0, 1]; 0 where it costs nothing yet.
-        chronic: whether it still goes on; False: now and then.
+        chronic: whether it goes on; False: now and then, or no more.
         evidence: what was measured, as a sentence.
         advice: the first thing to try.
     """
@@ -113,9 +129,8 @@ class Times:
 def diagnose(times: Times) -> list[Finding]:
     """What costs everybody a tenth of the time or more, the most costly first; then ranks whose memory is full."""
     findings = []
-    if len(times.laps):
-        steps = _Steps(times)
-        findings = [*steps.of_slow_ranks(), *steps.of_all(), *steps.in_turn()]
+    if len(times.laps) and (steps := _Steps(times)).step.any():
+        findings = [*steps.of_work(), *steps.of_slow_ranks(), *steps.of_all(), *steps.of_communication()]
     return [*sorted(findings, key=lambda finding: -finding.share), *_memory(times)]
 
 
@@ -124,208 +139,174 @@ class _Steps:
 
     def __init__(self, times: Times) -> None:
         self.times = times
-        by_kind = {kind: times.laps[:, :, [LAPS.index(lap) for lap in laps]].sum(2) for kind, laps in _KINDS.items()}
-        self.kinds = {kind: _capped(each) if kind in _STEADY else each for kind, each in by_kind.items()}  # (K, R)
-        self.wait = _capped(times.laps[:, :, LAPS.index("wait")])
-        self.own = sum(self.kinds.values(), np.zeros_like(self.wait))
+        self.ranks = times.laps.shape[1]
+        self.kinds = {kind: times.laps[:, :, [LAPS.index(lap) for lap in laps]].sum(2) for kind, laps in _KINDS.items()}
+        self.own = sum(self.kinds.values(), np.zeros(times.laps.shape[:2]))  # (K, R)
+        self.wait = times.laps[:, :, LAPS.index("wait")]
         self.step = self.own.max(1) + self.wait.min(1)  # (K,)
         self.mean = {kind: each.mean(0) for kind, each in self.kinds.items()}  # (R,)
-        self.ranks = times.laps.shape[1]
+        self.work = self._work()
+        self.uneven = {kind: self._uneven(self.kinds[kind]) for kind in _OF_WORK}  # (K, R)
+        self.on_ranks = {kind: self._more(kind) for kind in _KINDS}  # (K, R)
+        total = sum(self.on_ranks.values(), np.zeros_like(self.own))
+        even = self.own - sum(self.uneven.values())
+        lost, slowest = _lost(even, total), even == even.max(1, keepdims=True)
+        whole = np.maximum((total * slowest).sum(1), np.finfo(float).tiny)
+        # What the slow ranks cost together goes to the causes as the slowest rank of each step has them.
+        self.lost = {kind: lost * (more * slowest).sum(1) / whole for kind, more in self.on_ranks.items()}  # (K,)
+
+    # What each cause adds to the ranks' own work
+
+    def _work(self) -> Floats:
+        """(K, R): how much work the batches were, of mean 1; 1 everywhere where that is not known."""
+        for work in (self.times.cost, self.times.samples):
+            if np.isfinite(work).all() and (work.sum(1) > 0).all() and np.ptp(work):
+                relative: Floats = work / work.mean()
+                return relative
+        return np.ones_like(self.times.cost)
+
+    def _uneven(self, seconds: Floats) -> Floats:
+        """(K, R): what dealing all work evenly would take off each rank (below 0: put on it) in each step.
+
+        How long work takes tells a regression, which knows that some of a step does not depend on it; but not longer
+        than by proportion at the rank in the middle: what a slow rank takes more is not its work's fault.
+        """
+        work, capped = self.work, _capped(seconds)
+        if not (variance := float(work.var())):
+            return np.zeros_like(seconds)
+        slope = float(((work - 1) * (capped - capped.mean())).mean()) / variance
+        some = work.mean(0) > 0
+        slope = max(min(slope, float(_middle(capped.mean(0)[some] / work.mean(0)[some]))), 0.0)
+        more = slope * (work - work.mean(1, keepdims=True))
+        return more if _lost(self.own, more).mean() > 0 else np.zeros_like(seconds)
+
+    def _more(self, kind: str) -> Floats:
+        """(K, R): what the slow ranks take longer than the rank in the middle.
+
+        Of computing, what they usually take longer, if that is more than noise; spread over the steps that were slow.
+        """
+        seconds = self.kinds[kind] - self.uneven.get(kind, 0.0)
+        if kind != "compute":
+            more: Floats = (seconds - _middle(seconds)[:, None]).clip(0)
+            slow = _slow(more.mean(0))
+            return more * (slow & (not slow.all()))
+        usual = _usual(seconds)
+        longer = (usual - _middle(usual)).clip(0)
+        slow, more = _slow(longer), np.zeros_like(seconds)
+        if slow.any() and _lasts(seconds[:, slow].mean(1) - seconds[:, ~slow].mean(1)):
+            above = (seconds[:, slow] - _middle(usual)).clip(0)
+            more[:, slow] = above * (longer[slow] / above.mean(0))
+        return more
+
+    # What is told
+
+    def of_work(self) -> list[Finding]:
+        """Batches of unlike size: always larger on some ranks, or now on this rank and now on that."""
+        more = sum(self.uneven.values(), np.zeros_like(self.own))
+        lost = _lost(self.own, more)
+        if self._share(lost, "compute") < LIMIT:
+            return []
+        always = np.broadcast_to(more.mean(0), more.shape)
+        if _lost(self.own, always).mean() < lost.mean() / 2:
+            larger = float((self.work.max(1) / self.work.mean(1)).mean()) - 1
+            evidence = f"the ranks take turns at the largest batch, which is {larger:.0%} more work than their mean"
+            return [self._finding("uneven_work", (), "compute", lost, evidence, advice.DEAL_BY_COST)]
+        slow = _slow(always[0].clip(0))
+        samples, cost = (_ratio(each.mean(0), slow) for each in (self.times.samples, self.times.cost))
+        who = f"{self._who(slow)} {'has' if slow.sum() == 1 else 'have'}"
+        if samples - 1 >= (cost - 1) / 2:
+            mean = self.times.samples.mean(0)
+            evidence = f"{who} {mean[slow].mean():.4g} samples in a step, the others {mean[~slow].mean():.4g}"
+            return [self._finding("uneven_samples", slow, "compute", lost, evidence, advice.DEAL_EVENLY)]
+        evidence = f"{who} {cost - 1:.0%} more work in a step than the others (VisionTask.cost)"
+        return [self._finding("uneven_work", slow, "compute", lost, evidence, advice.DEAL_BY_COST)]
 
     def of_slow_ranks(self) -> list[Finding]:
-        """One rank, or a few, that the others wait for: what they do more of, and whether they have more to do."""
-        own = self.own.mean(0)
-        order = np.argsort(-own)
-        gaps = [own[order[size - 1]] - own[order[size]] for size in range(1, self.ranks // 2 + 1)]
-        if not gaps:
-            return []
-        size = int(np.argmax(gaps)) + 1
-        slow, others = np.sort(order[:size]), np.sort(order[size:])
-        gain = (own[order[0]] - own[order[size]]) / self.step.mean()
-        if gain < LIMIT:
-            return []
-        more = {kind: max(float(mean[slow].mean() - mean[others].mean()), 0.0) for kind, mean in self.mean.items()}
-        if not (total := sum(more.values())):
-            return []
-        shares = {kind: gain * each / total for kind, each in more.items()}
-        uneven = self._uneven(slow, others, more, shares)
-        telling = [kind for kind, share in shares.items() if share >= LIMIT]
-        if uneven is not None:
-            return [uneven if telling else replace(uneven, share=gain), *self._slow_in(telling, slow, others, shares)]
-        if not telling:  # everything is slower there
-            telling = [max(shares, key=lambda kind: shares[kind])]
-            shares[telling[0]] = gain
-        return self._slow_in(telling, slow, others, shares)
+        """One rank, or a few, that the others wait for."""
+        return [
+            self._slow_rank(kind, self.on_ranks[kind].max(0) > 0, lost)
+            for kind, lost in self.lost.items()
+            if self._share(lost, kind) >= LIMIT
+        ]
 
-    def _uneven(self, slow: Ranks, others: Ranks, more: dict[str, float], shares: dict[str, float]) -> Finding | None:
-        """Of what the slow ranks do more, take out of `shares` what their larger batches explain."""
-        samples, cost = (_ratio(each.mean(0), slow, others) for each in (self.times.samples, self.times.cost))
-        ratio = max(samples, cost)
-        if ratio < UNEVEN or not more["compute"]:
-            return None
-        explained = {k: min(float(self.mean[k][others].mean()) * (ratio - 1), more[k]) for k in _STEADY}
-        if explained["compute"] < more["compute"] / 2:
-            return None
-        share = 0.0
-        for kind, seconds in explained.items():
-            part = shares[kind] * seconds / more[kind] if more[kind] else 0.0
-            shares[kind] -= part
-            share += part
-        cause, who = "uneven_work", f"{self._who(slow)} {_has(slow)}"
-        evidence = f"{who} {cost - 1:.0%} more work in a step than the others (VisionTask.cost)"
-        advice = DEAL_BY_COST
-        if samples >= UNEVEN and samples - 1 >= (cost - 1) / 2:
-            mean = self.times.samples.mean(0)
-            cause = "uneven_samples"
-            evidence = f"{who} {mean[slow].mean():.4g} samples in a step, the others {mean[others].mean():.4g}"
-            advice = "Give every rank as many samples: the same batch_size on all, or shard_data=True."
-        return self._finding(cause, slow, share, _times(self.kinds["compute"], slow, others), evidence, advice)
-
-    def _slow_in(self, kinds: Sequence[str], slow: Ranks, others: Ranks, shares: dict[str, float]) -> list[Finding]:
-        return [self._slow(kind, slow, others, shares[kind]) for kind in kinds]
-
-    def _slow(self, kind: str, slow: Ranks, others: Ranks, share: float) -> Finding:
-        seconds, step = self.mean[kind], float(self.step.mean())
+    def _slow_rank(self, kind: str, slow: Ranks, lost: Floats) -> Finding:
+        seconds, step, first = self.mean[kind], float(self.step.mean()), int(np.argmax(slow))
         evidence = (
-            f"{self._who(slow)} {_spend(kind, len(slow))} {seconds[slow].mean() / step:.0%} of each step, "
-            f"the others {seconds[others].mean() / step:.0%}"
+            f"{self._who(slow)} {_spends(kind, int(slow.sum()))} {seconds[slow].mean() / step:.0%} of each step, "
+            f"the others {seconds[~slow].mean() / step:.0%}"
         )
+        workers, cores = self.times.workers[first], self.times.cores[first]
         if kind == "data":
-            cause = "slow_data_on_rank"
-            advice = self._data_advice(int(slow[0]), float(self.own.mean(0)[others].max()))
-        elif kind == "compute":
-            cause = "slow_compute_on_rank"
-            more, advice = self._compute_advice(slow, others)
-            evidence += more
-        else:
-            cause = f"slow_{kind}"
-            name, advice = self._class_advice(kind, int(slow[0]))
-            evidence += f", most of it in {name}" if name else ""
-        return self._finding(cause, slow, share, _times(self.kinds[kind], slow, others), evidence, advice)
+            rest = float(self.own.mean(0)[~slow].max())
+            advised = advice.read_faster(workers, cores, float(seconds[first]), rest)
+            return self._finding("slow_data_on_rank", slow, kind, lost, evidence, advised)
+        if kind == "compute":
+            advised, processor = advice.LOOK_AT_THE_DEVICE, self.times.processor
+            if processor is not None and np.isfinite(processor).all():
+                had, usual = float(processor[slow].mean()), float(processor[~slow].mean())
+                if had < LESS_PROCESSOR * usual:
+                    evidence += f"; it had {had:.2f} s of processor for each second of work, the others {usual:.2f}"
+                    advised = advice.free_the_cores(workers, cores)
+            return self._finding("slow_compute_on_rank", slow, kind, lost, evidence, advised)
+        return self._of_kind(kind, slow, lost, evidence, first)
 
     def of_all(self) -> list[Finding]:
-        """What every rank does: the rank in the middle (of two the faster) stands for all."""
-        found, step = [], self.step.mean()
+        """What every rank does beside computing, but for what is told of slow ones."""
+        found = []
         for kind, seconds in self.kinds.items():
-            if kind == "compute":
+            lost = _lost(self.own, seconds) - self.lost[kind]
+            share = self._share(lost, kind)
+            if kind == "compute" or share < (VALIDATION_LIMIT if kind == "validation" else LIMIT):
                 continue
-            of_all = np.sort(seconds, axis=1)[:, (self.ranks - 1) // 2]
-            share, limit = of_all.mean() / step, VALIDATION_LIMIT if kind == "validation" else LIMIT
-            if kind not in _STEADY:  # which rank is how late differs from step to step
-                share = np.sort(self.mean[kind])[(self.ranks - 1) // 2] / step
-            if share < limit:
-                continue
-            every = "every rank" if self.ranks > 1 else "the process"
-            evidence = f"{every} {_spend(kind, 1)} {share:.0%} of each step"
+            evidence = (
+                f"{'every rank' if self.ranks > 1 else 'the process'} {_spends(kind, 1)} {share:.0%} of each step"
+            )
             if kind == "data":
-                advice = self._data_advice(0, float(step - of_all.mean()))
+                data, rest = float(lost.mean()), float((self.step - lost).mean())
+                advised = advice.read_faster(self.times.workers[0], self.times.cores[0], data, rest)
+                found.append(self._finding("slow_data", (), kind, lost, evidence, advised))
             else:
-                name, advice = self._class_advice(kind, 0)
-                evidence += f", most of it in {name}" if name else ""
-            found.append(self._finding(f"slow_{kind}", (), share, of_all, evidence, advice))
-        communication = self.wait.min(1)
-        if self.ranks > 1 and (share := communication.mean() / step) >= LIMIT:
-            evidence = f"every rank waits {share:.0%} of each step for communication, the slowest one included"
-            found.append(self._finding("slow_communication", (), share, communication, evidence, _COMMUNICATION_ADVICE))
+                found.append(self._of_kind(kind, (), lost, evidence, 0))
         return found
 
-    def in_turn(self) -> list[Finding]:
-        """Batches of unlike size, so that now this rank waits and now that one, though none is slow."""
-        compute, own = self.kinds["compute"], self.own
-        cost = self.times.cost
-        mean_cost = cost.mean(1, keepdims=True)
-        if self.ranks == 1 or not (mean_cost > 0).all():
+    def of_communication(self) -> list[Finding]:
+        """What the slowest rank waits for, too."""
+        lost = self.wait.min(1)
+        if self.ranks == 1 or (share := self._share(lost, "wait")) < COMMUNICATION_LIMIT:
             return []
-        fair = own.mean(0).max()  # what chronic slowness costs is told elsewhere
-        lost = np.minimum(own.max(1) - fair, compute.mean() * (cost.max(1) / mean_cost[:, 0] - 1)).clip(0)
-        relative = (own - own.mean(0)) - (own - own.mean(0)).mean(1, keepdims=True)
-        work = (cost - cost.mean(0)) - (cost - cost.mean(0)).mean(1, keepdims=True)
-        share = lost.mean() / self.step.mean()
-        spread = float(relative.std() * work.std())
-        if share < LIMIT or not spread or float((relative * work).mean()) / spread < 0.5:
-            return []
-        more = (cost.max(1) / mean_cost[:, 0]).mean() - 1
-        evidence = f"the ranks take turns at the largest batch, which is {more:.0%} more work than their mean"
-        return [self._finding("uneven_work", (), share, lost, evidence, DEAL_BY_COST)]
+        evidence = f"every rank waits {share:.0%} of each step for communication, the slowest one included"
+        return [self._finding("slow_communication", (), "wait", lost, evidence, advice.COMMUNICATE_LESS)]
+
+    def _of_kind(self, kind: str, slow: Ranks | tuple[()], lost: Floats, evidence: str, first: int) -> Finding:
+        """Of callbacks, logging, checkpoint or validation, with the class that takes most of it on rank `first`."""
+        name = advice.most_of(kind, self.times.classes[first], float(self.kinds[kind][:, first].sum()))
+        evidence += f", most of it in {name}" if name else ""
+        return self._finding(f"slow_{kind}", slow, kind, lost, evidence, advice.spend_less(kind, name))
+
+    def _share(self, lost: Floats, kind: str) -> float:
+        """Of everybody's time, where each step loses so many of (K,) seconds."""
+        mean = np.mean if kind in _RARE else _usual
+        seconds = mean(self.step)
+        return float(np.clip(mean(lost) / seconds, 0, 1)) if seconds else 0.0
 
     def _finding(
-        self, cause: str, ranks: Sequence[int] | Ranks, share: float, lost: Floats, evidence: str, advice: str
+        self, cause: str, slow: Ranks | tuple[()], kind: str, lost: Floats, evidence: str, advised: str
     ) -> Finding:
-        """lost: (K,) seconds of each step, which tell whether it goes on."""
-        going_on = _recent(np.clip(lost / np.maximum(self.step, 1e-12), 0, 1))
-        whom = tuple(int(rank) for rank in ranks)
-        return Finding(cause, whom, float(min(share, 1.0)), going_on >= LIMIT / 2, evidence, advice)
+        """lost: (K,) seconds of each step; it goes on where the latest parts of the run, or half of them, lose some."""
+        late, late_steps = (_parts(each, PARTS)[-PARTS // 2 :] for each in (lost, self.step))
+        chronic = bool(np.mean(late > LIMIT / 2 * late_steps) >= 0.5)
+        ranks = tuple(np.flatnonzero(slow).tolist())
+        return Finding(cause, ranks, self._share(lost, kind), chronic, evidence, advised)
 
-    def _who(self, ranks: Ranks) -> str:
+    def _who(self, slow: Ranks) -> str:
         """As in: rank 3 (host b, cuda:3); of several ranks those that fit, and their hosts."""
-        names = ", ".join(str(rank) for rank in ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
-        places = sorted({self.times.places[int(rank)] for rank in ranks})
+        ranks = np.flatnonzero(slow).tolist()
+        names = ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+        places = [self.times.places[rank] for rank in ranks]
         if len(ranks) == 1:
             return f"rank {names} (host {places[0][0]}, {places[0][1]})"
         hosts = sorted({host for host, _ in places})
         return f"ranks {names} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:3])})"
-
-    def _data_advice(self, rank: int, rest: float) -> str:
-        """How many workers would keep up.
-
-        rest: seconds of a step without the wait for data: with n workers each of which needs d for a step's samples,
-        one is ready every d / n. Where they are what the step waits for, d is n times the step; without workers it is
-        the wait itself.
-        """
-        workers, cores = self.times.workers[rank], self.times.cores[rank]
-        if workers is None:
-            return "Prepare the batches in other processes, or make them cheaper."
-        step, data = float(self.step.mean()), float(self.mean["data"][rank])
-        decode = data if workers == 0 else workers * step
-        needed = max(math.ceil(1.1 * decode / max(rest, 1e-9)), workers + 1)
-        cheaper = "make samples cheaper: smaller files, a cache of what is decoded, transforms on the device"
-        if workers < cores:
-            fits = min(needed, cores)
-            raised = f"Raise num_workers from {workers} to {fits}"
-            return (
-                f"{raised}, or {cheaper}." if needed <= cores else f"{raised}, all cores of this rank, and {cheaper}."
-            )
-        return f"This rank has {cores} core{'s' if cores > 1 else ''} and {workers} workers: {cheaper}."
-
-    def _compute_advice(self, slow: Ranks, others: Ranks) -> tuple[str, str]:
-        """What the processor's time tells about a slow rank, and what to do."""
-        processor = self.times.processor
-        if processor is not None and np.isfinite(processor).all():
-            had, usual = float(processor[slow].mean()), float(processor[others].mean())
-            if had < 0.85 * usual:
-                return (
-                    f"; it had {had:.2f} s of processor for each second of work, the others {usual:.2f}",
-                    "Something else runs on its cores: look with top there, give each rank cores of its own.",
-                )
-        return (
-            "",
-            (
-                "The same work takes longer there: look at the device's clock and temperature (nvidia-smi -q -d "
-                "CLOCK,TEMPERATURE,PERFORMANCE), at other jobs on it, and try the run without that device."
-            ),
-        )
-
-    def _class_advice(self, kind: str, rank: int) -> tuple[str | None, str]:
-        """The class that most of a kind's time is spent in, where one takes half of it, and what to do."""
-        of_kind = {n.partition(":")[2]: s for n, s in self.times.classes[rank].items() if n.startswith(f"{kind}:")}
-        name = max(of_kind, key=lambda each: of_kind[each], default=None)
-        total = float(self.times.laps[:, rank, LAPS.index(kind)].sum())
-        if name is not None and of_kind[name] < total / 2:
-            name = None
-        return name, _CLASS_ADVICE[kind].format(name=name or "the callbacks")
-
-
-DEAL_BY_COST = "Deal samples by their cost: DataLoader(..., batch_sampler=BalancedBatchSampler(costs, batch_size))."
-_COMMUNICATION_ADVICE = (
-    "Synchronise less often (gradient_accumulation_steps), send less (a bf16 communication hook), and look at the "
-    "network: NCCL_DEBUG=INFO tells which interface is used."
-)
-_CLASS_ADVICE = {
-    "callbacks": "Let {name} do its work less often, or in a thread, and on every rank alike.",
-    "logging": "Log less often (log_every_n_steps) and fewer images; look at {name} and the tracker's connection.",
-    "checkpoint": "Save less often (every_n_steps, every_n_minutes), or to a faster disk.",
-    "validation": "Validate less often (check_val_every_n_epoch, val_check_interval) or less (limit_val_batches).",
-}
 
 
 def _memory(times: Times) -> list[Finding]:
@@ -337,8 +318,49 @@ def _memory(times: Times) -> list[Finding]:
     others = [share for rank, share in enumerate(times.memory) if rank not in full]
     evidence = f"rank {worst} (host {host}, {device}) holds {times.memory[worst]:.0%} of its memory"
     evidence += f", the others at most {max(others):.0%}" if others else ""
-    advice = "Use OOMFallback(), so that a larger batch goes on in pieces, GradientCheckpointing(), or a smaller batch."
-    return [Finding("memory_nearly_full", tuple(full), 0.0, True, evidence, advice)]
+    return [Finding("memory_nearly_full", tuple(full), 0.0, True, evidence, advice.SAVE_MEMORY)]
+
+
+def _lost(own: Floats, added: Floats) -> Floats:
+    """(K,): what each step would be shorter without the (K, R) that a cause adds to the ranks' own work."""
+    lost: Floats = own.max(1) - (own - added).max(1)
+    return lost
+
+
+def _middle(values: Floats) -> Floats:
+    """That of the rank in the middle, along the last axis; of an even number of ranks the lower one."""
+    middle: Floats = np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
+    return middle
+
+
+def _slow(more: Floats) -> Ranks:
+    """The ranks that have half or more of what the slowest has of (R,) seconds."""
+    slow: Ranks = (more > 0) & (more >= more.max() / 2)
+    return slow
+
+
+def _parts(values: Floats, number: int | None = None) -> Floats:
+    """The means over consecutive parts of the steps, along the first axis."""
+    number = min(number or max(PARTS, len(values) // PART_STEPS), len(values))
+    return np.array([part.mean(0) for part in np.array_split(values, number)])
+
+
+def _alike(values: Floats) -> Floats:
+    """The parts in order of size, without the two that are least like the others."""
+    parts = np.sort(_parts(values), axis=0)
+    return parts[1:-1] if len(parts) >= PARTS else parts
+
+
+def _usual(values: Floats) -> Floats:
+    """The mean over the steps, along the first axis, but for a part that is unlike the others."""
+    usual: Floats = _alike(values).mean(0)
+    return usual
+
+
+def _lasts(more: Floats) -> bool:
+    """Whether (K,) is above zero by more than its noise."""
+    parts = _alike(more)
+    return len(parts) > 1 and float(parts.mean()) > STANDARD_ERRORS * float(parts.std(ddof=1)) / math.sqrt(len(parts))
 
 
 def _capped(seconds: Floats) -> Floats:
@@ -346,30 +368,13 @@ def _capped(seconds: Floats) -> Floats:
     return np.minimum(seconds, np.quantile(seconds, OUTLIERS, axis=0, method="higher", keepdims=True))
 
 
-def _times(seconds: Floats, slow: Ranks, others: Ranks) -> Floats:
-    """(K,): by how much the slow ranks took longer."""
-    more: Floats = seconds[:, slow].mean(1) - seconds[:, others].mean(1)
-    return more
-
-
-def _ratio(mean: Floats, slow: Ranks, others: Ranks) -> float:
-    usual = float(mean[others].mean())
+def _ratio(mean: Floats, slow: Ranks) -> float:
+    usual = float(mean[~slow].mean())
     return float(mean[slow].mean()) / usual if usual > 0 else 1.0
 
 
-def _recent(shares: Floats) -> float:
-    """The exponential moving average over the steps, from the mean of the first ones."""
-    average = float(shares[:CHRONIC_STEPS].mean())
-    for share in shares[CHRONIC_STEPS:].tolist():
-        average += (share - average) / CHRONIC_STEPS
-    return average
-
-
-def _has(ranks: Ranks) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _spend(kind: str, number: int) -> str:
-    verb = {"data": "wait", "compute": "compute", "callbacks": "spend"}.get(kind, "spend")
+def _spends(kind: str, number: int) -> str:
+    """As in: waits for data. number: of ranks."""
+    verb = {"data": "wait", "compute": "compute"}.get(kind, "spend")
     what = {"data": " for data", "compute": "", "callbacks": " in callbacks"}.get(kind, f" on {kind}")
     return f"{verb}{'s' if number == 1 else ''}{what}"

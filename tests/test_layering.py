@@ -27,6 +27,7 @@ ROOMS = {
     "out_of_memory": 120,
     "state": 60,
     "clock": 120,
+    "advice": 60,
     "diagnosis": 260,
     "balance": 130,
     "callback": 290,
