@@ -69,6 +69,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 raise SettingsError(f"BalancedBatchSampler got {name}={value!r}; expected True or False.")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._costs = _checked(costs, None if num_samples is None else _whole("num_samples", num_samples, 0))
+        self.num_samples = len(self._costs)
         self._places = _most_expensive_first(self._costs)
         self._used = 0
 

@@ -34,6 +34,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from sanctuary_trainer.balanced import BalancedBatchSampler
 from sanctuary_trainer.errors import DataError, NotSupportedError, RankError
 from sanctuary_trainer.owners import initial_seeds
 from sanctuary_trainer.reading import BEGINNING, Fetched, MapReader, Part, Reader, Source, Start, nothing
@@ -121,6 +122,7 @@ class RankLoader:
         self, source: Source | None, loader: Any, part: Part, seed: int, shuffle: bool | None, name: str
     ) -> Reader:
         if source is not None and not isinstance(source.dataset, IterableDataset):
+            _check_costs(source)
             if self._dispatch is not None:
                 part = Part(part.rank, part.ranks, tuple(range(part.ranks)), own=False)
             if shuffle is False:
@@ -349,6 +351,18 @@ def _unshuffled(sampler: Any, dataset: Any) -> Any:
     if type(sampler) is BatchSampler:
         return BatchSampler(_unshuffled(sampler.sampler, dataset), sampler.batch_size, sampler.drop_last)
     return sampler
+
+
+def _check_costs(source: Source) -> None:
+    """Samples without a cost would never be read, and nobody would know."""
+    sampler, dataset = source.batch_sampler, source.dataset
+    if not isinstance(sampler, BalancedBatchSampler) or not hasattr(dataset, "__len__"):
+        return
+    if len(dataset) != sampler.num_samples:
+        raise DataError(
+            f"The {source.name} loader's BalancedBatchSampler has costs of {sampler.num_samples} samples, and its data "
+            f"set holds {len(dataset)}. Give one cost for each sample."
+        )
 
 
 def _sharding_samplers(source: Source) -> list[Any]:

@@ -399,7 +399,8 @@ class MapReader(Reader):
                     False,
                 )
         # Only of rounds made for these ranks: else what is used up may end inside of one.
-        self._gives_rest = not part.own and hasattr(self._sampler, "after") and self._sampler.ranks is None
+        gives_rest = hasattr(self._sampler, "after") and getattr(self._sampler, "ranks", 0) is None
+        self._gives_rest = gives_rest and not part.own
         self._per_round = part.dealt * (self.batch_size or 1)  # samples; batches where whole batches are dealt
         self._same_order = same_order
         self._waiting: deque[_Share] = deque()  # what was sent to the loader and has not come back

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from sanctuary_trainer import BalancedBatchSampler, SettingsError
+from sanctuary_trainer import BalancedBatchSampler, DataError, SettingsError
 from sanctuary_trainer.data import RankLoader, Start
 
-from .small_tasks import quiet_trainer
+from .small_tasks import Line, floats, quiet_trainer
 from .test_data import Drawing, Numbers, collate_drawing
 from .test_data_position import same_rounds
 from .test_resume import Everything, Noisy
@@ -273,3 +273,10 @@ def test_a_fit_reads_every_sample_once_with_any_workers() -> None:
     for epoch in range(2):
         assert sorted(sample for at, _, batch in found if at == epoch for sample in batch) == list(range(22))
     assert [batch for at, _, batch in found if at == 0] != [batch for at, _, batch in found if at == 1]
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_costs_of_another_number_of_samples_are_refused_before_the_fit(length: int) -> None:
+    loader = DataLoader(floats(range(length)), batch_sampler=BalancedBatchSampler([1.0] * 6, 2))
+    with pytest.raises(DataError, match=rf"costs of 6 samples, and its data set holds {length}\. Give one cost"):
+        quiet_trainer(max_epochs=1).fit(Line(), loader)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sanctuary_trainer import Callback, RankError, Trainer
+from sanctuary_trainer import Callback, Trainer
 from sanctuary_trainer.callbacks import ClassificationDashboard
 from tests.callbacks.test_classification_dashboard import Classifier, images, keys, same_pictures, shown
 from tests.distributed.workers import Ranks
@@ -65,28 +65,30 @@ def test_3_ranks_draw_what_1_draws_and_one_of_them_without_a_batch_joins(
 
 
 class Gathers(Callback):
-    """Asks twice; the second of them logs what came, or fails."""
+    """Asks twice; the second of them logs what came, or fails: "then", "again" (asks there), "value" (on rank 1)."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, fails: str) -> None:
         self.fails, self.came = fails, []
 
     def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
         def sees(values: list[Any]) -> None:
-            if self.fails:
+            if self.fails == "then":
                 raise ValueError("cannot be drawn")
+            if self.fails == "again":
+                run.gather(0, self.came.append)
             self.came.append(values)
             run.log("val/ranks", len(values))
 
         run.gather((stage, run.rank), self.came.append)
-        run.gather([run.rank] * run.rank, sees)
+        run.gather(sees if self.fails == "value" and run.rank == 1 else [run.rank] * run.rank, sees)
 
 
-def gather_in_a_fit(fails: bool) -> Any:
+def gather_in_a_fit(fails: str) -> Any:
     gathers, task = Gathers(fails), Line()
     trainer = quiet_trainer(max_epochs=1, callbacks=[gathers], num_sanity_val_steps=0)
     try:
         result = trainer.fit(task, loader(floats(range(8)), 1), loader(floats(range(4)), 1))
-    except (ValueError, RankError) as error:
+    except Exception as error:
         return type(error).__name__, str(error)
     return gathers.came, result.metrics["val/ranks"]
 
@@ -94,13 +96,23 @@ def gather_in_a_fit(fails: bool) -> Any:
 def test_what_is_gathered_comes_to_rank_0_in_rank_order_and_its_logs_belong_to_the_evaluation(
     one_rank: Ranks, two_ranks: Ranks
 ) -> None:
-    assert one_rank(gather_in_a_fit, False) == [([[("val", 0)], [[]]], 1.0)]
-    first, second = two_ranks(gather_in_a_fit, False)
+    assert one_rank(gather_in_a_fit, "") == [([[("val", 0)], [[]]], 1.0)]
+    first, second = two_ranks(gather_in_a_fit, "")
     assert first == ([[("val", 0), ("val", 1)], [[], [1]]], 2.0)
     assert second == ([], 2.0)
 
 
 def test_an_error_in_what_is_done_with_it_ends_all_ranks(two_ranks: Ranks) -> None:
-    (first, _), (second, text) = two_ranks(gather_in_a_fit, True)
+    (first, _), (second, text) = two_ranks(gather_in_a_fit, "then")
     assert (first, second) == ("ValueError", "RankError")
     assert "rank 0: ValueError: cannot be drawn" in text
+
+
+def test_an_error_that_one_rank_alone_can_see_is_told_to_all(two_ranks: Ranks) -> None:
+    (first, text), (second, _) = two_ranks(gather_in_a_fit, "value")  # a function inside another has no name to send
+    assert first == "RankError"
+    assert second in ("AttributeError", "PicklingError")
+    assert "rank 1" in text and "pickle" in text
+    (first, _), (second, text) = two_ranks(gather_in_a_fit, "again")
+    assert (first, second) == ("CallbackError", "RankError")
+    assert "run.gather was called in what another run.gather calls" in text
