@@ -39,7 +39,8 @@ def board_layout(names: Collection[str]) -> dict[str, dict[str, str]]:
     """Sections of charts: title of the section -> title of the chart -> regular expression of its curves.
 
     Args:
-        names: of all values so far. The order decides what is left out where there are too many.
+        names: of all values so far. Charts come in the order of their first names, the loss before; of too many the
+            last are left out.
     """
     places = Counter(_places(names))
     layout: dict[str, dict[str, str]] = {section: {} for section in SECTIONS}
@@ -48,7 +49,7 @@ def board_layout(names: Collection[str]) -> dict[str, dict[str, str]]:
         if count <= MOST_CURVES and len(charts) < MOST_CHARTS:
             charts.setdefault(chart, curves)
     return {
-        section: dict(sorted(charts.items(), key=lambda item: (item[0] != "loss", item[0])))
+        section: dict(sorted(charts.items(), key=lambda item: item[0] != "loss"))
         for section, charts in layout.items()
         if charts
     }
