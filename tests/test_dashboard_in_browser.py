@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REPORT = "# Report\n\n| rank | ms |\n|--|--:|\n| 0 | 3 |\n"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60), pytest.mark.xdist_group("browser")]
 
 
 class Digits(VisionTask):
