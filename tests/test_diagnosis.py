@@ -133,6 +133,14 @@ def test_validation_is_told_from_a_third_of_the_time(seconds: float, causes: lis
     assert [finding.cause for finding in diagnose(made(validation=seconds))] == causes
 
 
+@pytest.mark.parametrize(("seconds", "causes"), [(15.0, []), (30.0, ["slow_compute_on_rank"])])
+def test_computing_on_cpus_is_told_from_a_fifth_on(seconds: float, causes: list[str]) -> None:
+    times = made(forward=on(1, seconds=seconds))
+    assert told(diagnose(times)) == [("slow_compute_on_rank", (1,))]
+    on_cpus = dataclasses.replace(times, places=[("host0", "cpu")] * 2)
+    assert [finding.cause for finding in diagnose(on_cpus)] == causes
+
+
 @pytest.mark.parametrize(("message", "causes"), [(10.0, []), (40.0, ["slow_communication"])])
 def test_communication_is_what_the_slowest_rank_waits_for_too(message: float, causes: list[str]) -> None:
     for ranks in (2, 8):
