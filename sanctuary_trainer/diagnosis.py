@@ -48,8 +48,8 @@ CAUSES = (
 
 # Of everybody's time: below a tenth, looking for the cause costs more than it brings.
 LIMIT = 0.10
-# Two processes that compute the same, each on a core of its own, differ by up to 19 % for as long as they live: by where
-# memory happens to lie, and who shares the machine underneath (60 balanced runs, benchmarks/load_balance.py).
+# Two processes that compute the same, each on its own core, differ by up to 19 % for as long as they live, by where
+# memory happens to lie and who shares the machine underneath (60 balanced runs, benchmarks/load_balance.py).
 CPU_COMPUTE_LIMIT = 0.20
 # Some communication is needed, and what there is to try halves it at best; on two cores that others use too, a message
 # waits for its turn, 5 to 7 % of a balanced step of 50 ms (benchmarks/load_balance.py).
