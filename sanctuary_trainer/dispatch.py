@@ -43,6 +43,7 @@ class Dispatch(nn.Module):
         self.joins = joins
         # Called with a step instead of it, when DDP has sent what it sends before a forward.
         self.around_step: Callable[[Callable[[], Any]], Any] | None = None
+        self.sent: Callable[[], None] | None = None  # called at that moment, too
         if rides:
             # In float32 beside half-precision weights: 2048 samples are the most that fp16 can count.
             kind = torch.float64 if trainable[0].dtype == torch.float64 else torch.float32
@@ -77,6 +78,8 @@ class Dispatch(nn.Module):
             scaled loss, the ride's term, the loss as the user returned it (detached), its weight. Without a step, or
             when the batch is left out, the user's loss is None and the weight is 0.
         """
+        if self.sent is not None:
+            self.sent()
         loss, weight = None, 0.0
         if step is not None:
             loss, weight = read_output(step() if self.around_step is None else self.around_step(step), size)

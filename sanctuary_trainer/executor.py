@@ -78,6 +78,7 @@ class Executor:
         self._samples = self._batches = 0
         self._save = False
         self.carried = NOTHING
+        self._entered = 0.0  # when the clock saw the last forward begin
         self.late = False  # whether what is told in this window is read in the next one
         self._before: tuple[torch.Tensor, torch.Event | None] | None = None  # what the window before told, if late
         self.entered = False  # whether a forward of this window has begun
@@ -92,6 +93,7 @@ class Executor:
         several = self._several
         self.dispatch = Dispatch(self.task, joins=several, rides=several and not self.devices.compresses)
         self.dispatch.around_step = self._around_step
+        self.dispatch.sent = self._buffers_came if several else None
         self.module = self.devices.wrap(self.dispatch)
         # Dispatch has no hooks to run: the call around forward is left out where DDP is not there.
         self._forward = self.module if several else self.module.forward
@@ -196,6 +198,7 @@ class Executor:
         self.entered = True
         with _NO_CONTEXT if sync or not self._several else self.devices.no_sync(self.module):
             try:
+                self._entered = self.clock.enter()
                 scaled, ride, loss, weight = self._forward(step, size, self.share, carried)
             except RuntimeError as error:
                 named = self.dispatch.named(error)
@@ -234,6 +237,10 @@ class Executor:
     def around_step(self, call: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Let `call(step)` run each training_step, when DDP has sent what it sends before a forward."""
         self._around_step = self.dispatch.around_step = call
+
+    def _buffers_came(self) -> None:
+        """DDP has brought rank 0's buffers over before a forward, which waits for the last rank."""
+        self.clock.leave("wait", self._entered)
 
     @property
     def needs_sampling(self) -> bool:

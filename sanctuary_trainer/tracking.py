@@ -89,7 +89,7 @@ class Tracking:
                 cut_files(run_dir, self._reached["bytes"])
                 self._lines = (run_dir / LINES).open("a", encoding="utf-8", buffering=1)
                 if "tensorboard" in names:
-                    self._board = EventFile(run_dir, self._hparams, self._step, self._reached["names"])
+                    self._board = EventFile(run_dir, self._hparams, self._step, self._reached.get("names", []))
             for tracker in (_accelerate_tracker(name, run_dir) for name in names if name != "tensorboard"):
                 tracker.start()
                 self.trackers.append(tracker)
