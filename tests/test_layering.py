@@ -91,7 +91,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "loops.predict": (240, "also the predictions on disk: written batch by batch, read as a lazy sequence"),
     "batch": (395, "five readings of one kind of tree, each rule for lists and tuples with its reason"),
     "records": (400, "every rule of logging, each with its error"),
-    "executor": (350, "also tells waits apart, follows thawed layers, names unused ones, reads a window late, and rehearses DDP's layout"),
+    "executor": (350, "also tells waits apart, follows thawed layers, reads a window late, and rehearses DDP's layout"),
     "run": (510, "the documented face of a run: more docstring than code"),
     "task": (410, "what a user overrides, documented method by method, and a task's weights on disk"),
 }
