@@ -19,7 +19,7 @@ LOOK_AT_THE_DEVICE = (
     "CLOCK,TEMPERATURE,PERFORMANCE), at other jobs on it, and try the run without that device."
 )
 _OF_KIND = {
-    "callbacks": "Let {name} do its work less often, or in a thread, and on every rank alike.",
+    "callbacks": "Have {name} work less often, or in a thread, and on every rank alike.",
     "logging": "Log less often (log_every_n_steps) and fewer images; look at {name} and the tracker's connection.",
     "checkpoint": "Save less often (every_n_steps=, every=), or to a faster disk.",
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval) or less (limit_val_batches).",

@@ -210,7 +210,9 @@ class _Steps:
         always = np.broadcast_to(self.uneven.mean(0), self.uneven.shape)
         if _lost(self.own, always).mean() < lost.mean() / 2:
             larger = float((self.work.max(1) / self.work.mean(1)).mean()) - 1
-            evidence = f"the ranks take turns at the largest batch, which is {larger:.0%} more work than their mean"
+            evidence = (
+                f"the ranks take turns at the largest batch, which is {_percent(larger)} more work than their mean"
+            )
             return [self._finding("uneven_work", (), "compute", lost, evidence, advice.DEAL_BY_COST)]
         slow = _slow(always[0].clip(0))
         samples, cost = (_ratio(each.mean(0), slow) for each in (self.times.samples, self.times.cost))
@@ -219,7 +221,7 @@ class _Steps:
             mean = self.times.samples.mean(0)
             evidence = f"{who} {mean[slow].mean():.4g} samples in a step, the others {mean[~slow].mean():.4g}"
             return [self._finding("uneven_samples", slow, "compute", lost, evidence, advice.DEAL_EVENLY)]
-        evidence = f"{who} {cost - 1:.0%} more work in a step than the others (VisionTask.cost)"
+        evidence = f"{who} {_percent(cost - 1)} more work in a step than the others (VisionTask.cost)"
         return [self._finding("uneven_work", slow, "compute", lost, evidence, advice.DEAL_BY_COST)]
 
     def of_slow_ranks(self) -> list[Finding]:
@@ -233,8 +235,8 @@ class _Steps:
     def _slow_rank(self, kind: str, slow: Ranks, lost: Floats) -> Finding:
         seconds, step, first = self.mean[kind], float(self.step.mean()), int(np.argmax(slow))
         evidence = (
-            f"{self._who(slow)} {_spends(kind, int(slow.sum()))} {seconds[slow].mean() / step:.0%} of each step, "
-            f"the others {seconds[~slow].mean() / step:.0%}"
+            f"{self._who(slow)} {_spends(kind, int(slow.sum()), seconds[slow].mean() / step)}, "
+            f"the others {_percent(seconds[~slow].mean() / step)}"
         )
         workers, cores = self.times.workers[first], self.times.cores[first]
         if kind == "data":
@@ -259,9 +261,7 @@ class _Steps:
             share = self._share(lost, kind)
             if kind == "compute" or share < (VALIDATION_LIMIT if kind == "validation" else LIMIT):
                 continue
-            evidence = (
-                f"{'every rank' if self.ranks > 1 else 'the process'} {_spends(kind, 1)} {share:.0%} of each step"
-            )
+            evidence = f"{'every rank' if self.ranks > 1 else 'the process'} {_spends(kind, 1, share)}"
             if kind == "data":
                 data, rest = float(lost.mean()), float((self.step - lost).mean())
                 advised = advice.read_faster(self.times.workers[0], self.times.cores[0], data, rest)
@@ -275,7 +275,7 @@ class _Steps:
         lost = self.wait.min(1)
         if self.ranks == 1 or (share := self._share(lost, "wait")) < COMMUNICATION_LIMIT:
             return []
-        evidence = f"every rank waits {share:.0%} of each step for communication, the slowest one included"
+        evidence = f"every rank waits {_percent(share)} of each step for communication, the slowest one included"
         return [self._finding("slow_communication", (), "wait", lost, evidence, advice.COMMUNICATE_LESS)]
 
     def _of_kind(self, kind: str, slow: Ranks | tuple[()], lost: Floats, evidence: str, first: int) -> Finding:
@@ -320,8 +320,8 @@ def _memory(times: Times) -> list[Finding]:
     worst = max(full, key=lambda rank: times.memory[rank])
     host, device = times.places[worst]
     others = [share for rank, share in enumerate(times.memory) if rank not in full]
-    evidence = f"rank {worst} (host {host}, {device}) holds {times.memory[worst]:.0%} of its memory"
-    evidence += f", the others at most {max(others):.0%}" if others else ""
+    evidence = f"rank {worst} (host {host}, {device}) holds {_percent(times.memory[worst])} of its memory"
+    evidence += f", the others at most {_percent(max(others))}" if others else ""
     return [Finding("memory_nearly_full", tuple(full), 0.0, True, evidence, advice.SAVE_MEMORY)]
 
 
@@ -383,8 +383,12 @@ def _ratio(mean: Floats, slow: Ranks) -> float:
     return float(mean[slow].mean()) / usual if usual > 0 else 1.0
 
 
-def _spends(kind: str, number: int) -> str:
-    """As in: waits for data. number: of ranks."""
-    verb = {"data": "wait", "compute": "compute"}.get(kind, "spend")
-    what = {"data": " for data", "compute": "", "callbacks": " in callbacks"}.get(kind, f" on {kind}")
-    return f"{verb}{'s' if number == 1 else ''}{what}"
+def _spends(kind: str, number: int, share: float) -> str:
+    """As in: waits for data 41 % of each step. number: of ranks."""
+    verb = {"data": "wait", "compute": "compute"}.get(kind, "spend") + ("s" if number == 1 else "")
+    where = {"data": "", "compute": "", "callbacks": " in callbacks"}.get(kind, f" on {kind}")
+    return f"{verb}{' for data' if kind == 'data' else ''} {_percent(share)} of each step{where}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -28,7 +28,7 @@ ROOMS = {
     "state": 60,
     "clock": 120,
     "advice": 60,
-    "diagnosis": 260,
+    "diagnosis": 265,
     "balance": 130,
     "callback": 290,
     "devices": 300,
