@@ -20,7 +20,7 @@ LOOK_AT_THE_DEVICE = (
 )
 _OF_KIND = {
     "callbacks": "Have {name} work less often, or in a thread, and on every rank alike.",
-    "logging": "Log less often (log_every_n_steps) and fewer images; look at {name} and the tracker's connection.",
+    "logging": "Log less often (log_every_n_steps) and fewer images; look at {name}, and the tracker's connection.",
     "checkpoint": "Save less often (every_n_steps=, every=), or to a faster disk.",
     "validation": "Validate less often (check_val_every_n_epoch, val_check_interval) or less (limit_val_batches).",
 }
@@ -58,7 +58,7 @@ def free_the_cores(workers: int | None, cores: int) -> str:
 
 def spend_less(kind: str, name: str | None) -> str:
     """For callbacks, logging, checkpoint or validation. name: the class that takes most of it."""
-    return _OF_KIND[kind].format(name=name or "the callbacks")
+    return _OF_KIND[kind].format(name=name or ("hooks on_log" if kind == "logging" else "the callbacks"))
 
 
 def most_of(kind: str, classes: Mapping[str, float], seconds: float) -> str | None:

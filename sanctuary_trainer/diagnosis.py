@@ -83,6 +83,15 @@ _OF_WORK = ("data", "compute")
 _RARE = ("callbacks", "logging", "checkpoint", "validation")
 
 
+# How it is said: "waits for data 41 % of each step", "spends 41 % of each step in callbacks".
+_SPENT = {
+    "data": ("wait for data ", ""),
+    "compute": ("compute", ""),
+    "callbacks": ("spend", " in callbacks"),
+    "checkpoint": ("spend", " on checkpoints"),
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """One cause.
@@ -193,12 +202,23 @@ class _Steps:
         if kind != "compute":
             more: Floats = (seconds - _middle(seconds)[:, None]).clip(0)
             slow = _slow(more.mean(0))
+            if kind == "data":
+                slow |= self._behind(seconds)
             return more * (slow & (not slow.all()))
         usual = _usual(seconds)
         slow = _slow((usual - _middle(usual)).clip(0))
         if not (slow.any() and _lasts(seconds[:, slow].mean(1) - seconds[:, ~slow].mean(1))):
             return np.zeros_like(seconds)
         return (seconds - _middle(usual)).clip(0) * slow
+
+    def _behind(self, data: Floats) -> Ranks:
+        """The ranks whose workers are at their limit, though a rank that waits for another gives them time to catch up.
+
+        Workers that keep up have a batch ready; where they do not, it shows in some steps.
+        """
+        now_and_then = np.quantile(data, OUTLIERS, axis=0) > LIMIT * self.step.mean()
+        behind: Ranks = np.array([bool(workers) for workers in self.times.workers]) & now_and_then
+        return behind
 
     # What is told
 
@@ -385,9 +405,9 @@ def _ratio(mean: Floats, slow: Ranks) -> float:
 
 def _spends(kind: str, number: int, share: float) -> str:
     """As in: waits for data 41 % of each step. number: of ranks."""
-    verb = {"data": "wait", "compute": "compute"}.get(kind, "spend") + ("s" if number == 1 else "")
-    where = {"data": "", "compute": "", "callbacks": " in callbacks"}.get(kind, f" on {kind}")
-    return f"{verb}{' for data' if kind == 'data' else ''} {_percent(share)} of each step{where}"
+    does, where = _SPENT.get(kind, ("spend", f" on {kind}"))
+    verb, _, what = does.partition(" ")
+    return f"{verb}{'s' if number == 1 else ''} {what}{_percent(share)} of each step{where}"
 
 
 def _percent(share: float) -> str:

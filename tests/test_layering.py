@@ -28,7 +28,7 @@ ROOMS = {
     "state": 60,
     "clock": 120,
     "advice": 60,
-    "diagnosis": 265,
+    "diagnosis": 275,
     "balance": 130,
     "callback": 290,
     "devices": 300,
