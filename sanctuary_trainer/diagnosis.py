@@ -81,8 +81,6 @@ _OF_WORK = ("data", "compute")
 # What falls on some steps: these are what is to be counted. In the rest, which each step has, a part of the run that is
 # unlike all others (the machine paused) counts for nothing.
 _RARE = ("callbacks", "logging", "checkpoint", "validation")
-
-
 # How it is said: "waits for data 41 % of each step", "spends 41 % of each step in callbacks".
 _SPENT = {
     "data": ("wait for data ", ""),
@@ -246,10 +244,11 @@ class _Steps:
 
     def of_slow_ranks(self) -> list[Finding]:
         """One rank, or a few, that the others wait for."""
+        on_cpus = all(device == "cpu" for _, device in self.times.places)
         return [
             self._slow_rank(kind, self.on_ranks[kind].max(0) > 0, lost)
             for kind, lost in self.lost.items()
-            if self._share(lost, kind) >= (CPU_COMPUTE_LIMIT if kind == "compute" and self._on_cpus() else LIMIT)
+            if self._share(lost, kind) >= (CPU_COMPUTE_LIMIT if kind == "compute" and on_cpus else LIMIT)
         ]
 
     def _slow_rank(self, kind: str, slow: Ranks, lost: Floats) -> Finding:
@@ -303,9 +302,6 @@ class _Steps:
         name = advice.most_of(kind, self.times.classes[first], float(self.kinds[kind][:, first].sum()))
         evidence += f", most of it in {name}" if name else ""
         return self._finding(f"slow_{kind}", slow, kind, lost, evidence, advice.spend_less(kind, name))
-
-    def _on_cpus(self) -> bool:
-        return all(device == "cpu" for _, device in self.times.places)
 
     def _share(self, lost: Floats, kind: str) -> float:
         """Of everybody's time, where each step loses so many of (K,) seconds."""

@@ -192,6 +192,15 @@ def test_bursts_of_many_workers_are_no_outliers() -> None:
     assert finding.share == pytest.approx(50 / 142, abs=0.05)
 
 
+def test_workers_that_only_seem_to_keep_up_are_slow_too() -> None:
+    """Rank 0 waits for rank 1's data, so that its own workers have time to catch up; in some steps they have not."""
+    some = np.where(np.arange(STEPS) % 10 == 0, 30.0, 0.0)
+    times = made(data=on(0, seconds=some) + on(1, seconds=40.0))
+    assert told(diagnose(times)) == [("slow_data", ())]
+    # Without workers nobody catches up: rank 0 reads that long.
+    assert told(diagnose(dataclasses.replace(times, workers=[0, 0]))) == [("slow_data_on_rank", (1,))]
+
+
 @pytest.mark.parametrize("lap", ["data", "forward", "wait"])
 @pytest.mark.parametrize("step", [0, 57, STEPS - 1])
 def test_a_machine_that_paused_once_is_no_cause(lap: str, step: int) -> None:
