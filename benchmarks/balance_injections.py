@@ -276,7 +276,7 @@ def sizes(strengths: Sequence[float]) -> list[Sizes]:
     of_side = [(BATCH_SIZE, side) for side in range(SIDE, round(1.1 * SIDE * most**0.5) + 1)]
     of_samples = [(samples, SIDE) for samples in range(round(BATCH_SIZE / most / 1.2), BATCH_SIZE + 1)]
     seconds = dict.fromkeys([*of_side, *of_samples], float("inf"))
-    for samples, side in [(BATCH_SIZE, SIDE), *seconds] * 3:
+    for samples, side in [(BATCH_SIZE, SIDE), *seconds] * 5:
         images, begin = torch.rand(samples, 3, side, side), time.thread_time()
         task.training_step(images, 0).backward()
         seconds[samples, side] = min(seconds[samples, side], time.thread_time() - begin)
