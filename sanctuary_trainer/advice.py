@@ -1,4 +1,4 @@
-"""The first thing to try against what a diagnosis found."""
+"""What is said of a cause: how the time is spent, and the first thing to try."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ LOOK_AT_THE_DEVICE = (
     "The same work takes longer there: look at the device's clock and temperature (nvidia-smi -q -d "
     "CLOCK,TEMPERATURE,PERFORMANCE), at other jobs on it, and try the run without that device."
 )
+# How it is said: "waits for data 41 % of each step", "spends 41 % of each step in callbacks".
+_SPENT = {
+    "data": ("wait for data ", ""),
+    "compute": ("compute", ""),
+    "callbacks": ("spend", " in callbacks"),
+    "checkpoint": ("spend", " on checkpoints"),
+}
 _OF_KIND = {
     "callbacks": "Have {name} work less often, or in a thread, and on every rank alike.",
     "logging": "Log less often (log_every_n_steps) and fewer images; look at {name}, and the tracker's connection.",
@@ -66,3 +73,14 @@ def most_of(kind: str, classes: Mapping[str, float], seconds: float) -> str | No
     of_kind = {name.partition(":")[2]: spent for name, spent in classes.items() if name.startswith(f"{kind}:")}
     name = max(of_kind, key=lambda each: of_kind[each], default=None)
     return name if name is not None and of_kind[name] >= seconds / 2 else None
+
+
+def spends(kind: str, number: int, share: float) -> str:
+    """As in: waits for data 41 % of each step. number: of ranks."""
+    does, where = _SPENT.get(kind, ("spend", f" on {kind}"))
+    verb, _, what = does.partition(" ")
+    return f"{verb}{'s' if number == 1 else ''} {what}{percent(share)} of each step{where}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -49,7 +49,8 @@ CAUSES = (
 # Of everybody's time: below a tenth, looking for the cause costs more than it brings.
 LIMIT = 0.10
 # Two processes that compute the same, each on its own core, differ by up to 19 % for as long as they live, by where
-# memory happens to lie and who shares the machine underneath (60 balanced runs, benchmarks/load_balance.py).
+# memory happens to lie and who shares the machine underneath (60 balanced runs, benchmarks/load_balance.py). Not so
+# where the processor's time tells that another process had a core.
 CPU_COMPUTE_LIMIT = 0.20
 # Some communication is needed, and what there is to try halves it at best; on two cores that others use too, a message
 # waits for its turn, 5 to 7 % of a balanced step of 50 ms (benchmarks/load_balance.py).
@@ -81,13 +82,6 @@ _OF_WORK = ("data", "compute")
 # What falls on some steps: these are what is to be counted. In the rest, which each step has, a part of the run that is
 # unlike all others (the machine paused) counts for nothing.
 _RARE = ("callbacks", "logging", "checkpoint", "validation")
-# How it is said: "waits for data 41 % of each step", "spends 41 % of each step in callbacks".
-_SPENT = {
-    "data": ("wait for data ", ""),
-    "compute": ("compute", ""),
-    "callbacks": ("spend", " in callbacks"),
-    "checkpoint": ("spend", " on checkpoints"),
-}
 
 
 @dataclass(frozen=True)
@@ -227,10 +221,8 @@ class _Steps:
             return []
         always = np.broadcast_to(self.uneven.mean(0), self.uneven.shape)
         if _lost(self.own, always).mean() < lost.mean() / 2:
-            larger = float((self.work.max(1) / self.work.mean(1)).mean()) - 1
-            evidence = (
-                f"the ranks take turns at the largest batch, which is {_percent(larger)} more work than their mean"
-            )
+            more = advice.percent(float((self.work.max(1) / self.work.mean(1)).mean()) - 1)
+            evidence = f"the ranks take turns at the largest batch, which is {more} more work than their mean"
             return [self._finding("uneven_work", (), "compute", lost, evidence, advice.DEAL_BY_COST)]
         slow = _slow(always[0].clip(0))
         samples, cost = (_ratio(each.mean(0), slow) for each in (self.times.samples, self.times.cost))
@@ -239,23 +231,26 @@ class _Steps:
             mean = self.times.samples.mean(0)
             evidence = f"{who} {mean[slow].mean():.4g} samples in a step, the others {mean[~slow].mean():.4g}"
             return [self._finding("uneven_samples", slow, "compute", lost, evidence, advice.DEAL_EVENLY)]
-        evidence = f"{who} {_percent(cost - 1)} more work in a step than the others (VisionTask.cost)"
+        evidence = f"{who} {advice.percent(cost - 1)} more work in a step than the others (VisionTask.cost)"
         return [self._finding("uneven_work", slow, "compute", lost, evidence, advice.DEAL_BY_COST)]
 
     def of_slow_ranks(self) -> list[Finding]:
         """One rank, or a few, that the others wait for."""
-        on_cpus = all(device == "cpu" for _, device in self.times.places)
+        slow = {kind: more.max(0) > 0 for kind, more in self.on_ranks.items()}
+        limits = dict.fromkeys(slow, LIMIT)
+        if all(device == "cpu" for _, device in self.times.places) and not self._short_of_processor(slow["compute"]):
+            limits["compute"] = CPU_COMPUTE_LIMIT
         return [
-            self._slow_rank(kind, self.on_ranks[kind].max(0) > 0, lost)
+            self._slow_rank(kind, slow[kind], lost)
             for kind, lost in self.lost.items()
-            if self._share(lost, kind) >= (CPU_COMPUTE_LIMIT if kind == "compute" and on_cpus else LIMIT)
+            if self._share(lost, kind) >= limits[kind]
         ]
 
     def _slow_rank(self, kind: str, slow: Ranks, lost: Floats) -> Finding:
         seconds, step, first = self.mean[kind], float(self.step.mean()), int(np.argmax(slow))
         evidence = (
-            f"{self._who(slow)} {_spends(kind, int(slow.sum()), seconds[slow].mean() / step)}, "
-            f"the others {_percent(seconds[~slow].mean() / step)}"
+            f"{self._who(slow)} {advice.spends(kind, int(slow.sum()), seconds[slow].mean() / step)}, "
+            f"the others {advice.percent(seconds[~slow].mean() / step)}"
         )
         workers, cores = self.times.workers[first], self.times.cores[first]
         if kind == "data":
@@ -263,14 +258,19 @@ class _Steps:
             advised = advice.read_faster(workers, cores, float(seconds[first]), rest)
             return self._finding("slow_data_on_rank", slow, kind, lost, evidence, advised)
         if kind == "compute":
-            advised, processor = advice.LOOK_AT_THE_DEVICE, self.times.processor
-            if processor is not None and np.isfinite(processor).all():
-                had, usual = float(processor[slow].mean()), float(processor[~slow].mean())
-                if had < LESS_PROCESSOR * usual:
-                    evidence += f"; it had {had:.2f} s of processor for each second of work, the others {usual:.2f}"
-                    advised = advice.free_the_cores(workers, cores)
-            return self._finding("slow_compute_on_rank", slow, kind, lost, evidence, advised)
+            shortage = self._short_of_processor(slow)
+            advised = advice.free_the_cores(workers, cores) if shortage else advice.LOOK_AT_THE_DEVICE
+            return self._finding("slow_compute_on_rank", slow, kind, lost, evidence + shortage, advised)
         return self._of_kind(kind, slow, lost, evidence, first)
+
+    def _short_of_processor(self, slow: Ranks) -> str:
+        """What tells that other processes have the cores of these ranks; "" where nothing does."""
+        processor = self.times.processor
+        if processor is None or not np.isfinite(processor).all() or not slow.any():
+            return ""
+        had, usual = float(processor[slow].mean()), float(processor[~slow].mean())
+        told = f"; it had {had:.2f} s of processor for each second of work, the others {usual:.2f}"
+        return told if had < LESS_PROCESSOR * usual else ""
 
     def of_all(self) -> list[Finding]:
         """What every rank does beside computing, but for what is told of slow ones."""
@@ -280,7 +280,7 @@ class _Steps:
             share = self._share(lost, kind)
             if kind == "compute" or share < (VALIDATION_LIMIT if kind == "validation" else LIMIT):
                 continue
-            evidence = f"{'every rank' if self.ranks > 1 else 'the process'} {_spends(kind, 1, share)}"
+            evidence = f"{'every rank' if self.ranks > 1 else 'the process'} {advice.spends(kind, 1, share)}"
             if kind == "data":
                 data, rest = float(lost.mean()), float((self.step - lost).mean())
                 advised = advice.read_faster(self.times.workers[0], self.times.cores[0], data, rest)
@@ -294,7 +294,7 @@ class _Steps:
         lost = self.wait.min(1)
         if self.ranks == 1 or (share := self._share(lost, "wait")) < COMMUNICATION_LIMIT:
             return []
-        evidence = f"every rank waits {_percent(share)} of each step for communication, the slowest one included"
+        evidence = f"every rank waits {advice.percent(share)} of each step for communication, the slowest one included"
         return [self._finding("slow_communication", (), "wait", lost, evidence, advice.COMMUNICATE_LESS)]
 
     def _of_kind(self, kind: str, slow: Ranks | tuple[()], lost: Floats, evidence: str, first: int) -> Finding:
@@ -336,8 +336,8 @@ def _memory(times: Times) -> list[Finding]:
     worst = max(full, key=lambda rank: times.memory[rank])
     host, device = times.places[worst]
     others = [share for rank, share in enumerate(times.memory) if rank not in full]
-    evidence = f"rank {worst} (host {host}, {device}) holds {_percent(times.memory[worst])} of its memory"
-    evidence += f", the others at most {_percent(max(others))}" if others else ""
+    evidence = f"rank {worst} (host {host}, {device}) holds {advice.percent(times.memory[worst])} of its memory"
+    evidence += f", the others at most {advice.percent(max(others))}" if others else ""
     return [Finding("memory_nearly_full", tuple(full), 0.0, True, evidence, advice.SAVE_MEMORY)]
 
 
@@ -397,14 +397,3 @@ def _capped(seconds: Floats) -> Floats:
 def _ratio(mean: Floats, slow: Ranks) -> float:
     usual = float(mean[~slow].mean())
     return float(mean[slow].mean()) / usual if usual > 0 else 1.0
-
-
-def _spends(kind: str, number: int, share: float) -> str:
-    """As in: waits for data 41 % of each step. number: of ranks."""
-    does, where = _SPENT.get(kind, ("spend", f" on {kind}"))
-    verb, _, what = does.partition(" ")
-    return f"{verb}{'s' if number == 1 else ''} {what}{_percent(share)} of each step{where}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

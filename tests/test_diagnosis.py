@@ -139,6 +139,8 @@ def test_computing_on_cpus_is_told_from_a_fifth_on(seconds: float, causes: list[
     assert told(diagnose(times)) == [("slow_compute_on_rank", (1,))]
     on_cpus = dataclasses.replace(times, places=[("host0", "cpu")] * 2)
     assert [finding.cause for finding in diagnose(on_cpus)] == causes
+    shared = dataclasses.replace(on_cpus, processor=np.array([1.0, 0.8]))  # another process has the core of rank 1
+    assert told(diagnose(shared)) == [("slow_compute_on_rank", (1,))]
 
 
 @pytest.mark.parametrize(("message", "causes"), [(10.0, []), (40.0, ["slow_communication"])])
