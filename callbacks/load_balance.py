@@ -173,7 +173,8 @@ class LoadBalance(Callback):
             key = (finding.cause, finding.ranks)
             if finding.share >= SEVERE and finding.chronic and key not in self._told:
                 self._told.add(key)
-                text = f"{finding.evidence}; this costs everybody {100 * finding.share:.0f} %. {finding.advice}"
+                whom = "" if len(balance.ranks) == 1 else "everybody "
+                text = f"{finding.evidence}; this costs {whom}{100 * finding.share:.0f} %. {finding.advice}"
                 run.message(f"Load balance: {text}")
 
     def _show(self, run: Run, balance: Balance) -> None:
