@@ -117,6 +117,8 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
             if any(request.pretrained for request in group):
                 for name, model in _pretrained(run.task):
                     model.save_pretrained(beside / name)
+                    if (processor := getattr(run.task, "image_processor", None)) is not None:
+                        processor.save_pretrained(beside / name)  # what a pipeline of the folder needs beside weights
 
         write_checkpoint(folder, run.run_id, about | place, fill)
     except OSError as error:

@@ -1,8 +1,8 @@
 """`ImageClassification`: one class per image, with any model that gives logits.
 
+    ImageClassification("timm:resnet18", class_names=["cat", "dog"])
+    ImageClassification("transformers:google/vit-base-patch16-224", class_names=["cat", "dog"])
     ImageClassification(torchvision.models.resnet18(num_classes=10))
-    ImageClassification(timm.create_model("vit_tiny_patch16_224", num_classes=10))
-    ImageClassification(AutoModelForImageClassification.from_config(config))
 
 A batch is (images, labels), or a mapping as Hugging Face's image processors and data sets make it:
 {"pixel_values": images, "labels": labels}.
@@ -10,65 +10,81 @@ A batch is (images, labels), or a mapping as Hugging Face's image processors and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.task import VisionTask
+from sanctuary_trainer.tasks.fitting import adamw_with_warm_up, check_rates, count_classes, name_classes
+from sanctuary_trainer.tasks.model_inputs import inputs_of
+from sanctuary_trainer.tasks.named_models import make_model
+from sanctuary_trainer.tasks.processors import image_processor_of
 
-WARM_UP = 0.05  # of the run's steps
 IMAGE_KEYS = ("pixel_values", "images", "image")
 LABEL_KEYS = ("labels", "label")
+MANY = 10  # classes, from which on the accuracy among the five best tells something too
 
 
 @final
 class ImageClassification(VisionTask):
     """Trains with cross-entropy, evaluates `loss` and `accuracy`, predicts probabilities.
 
-    Optimizes with AdamW. The learning rate rises over the first twentieth of the steps and falls to zero along a
-    cosine; where the number of steps is not known, it stays at `lr`.
+    From 10 classes on there is also `accuracy_top5`. Optimizes with AdamW. The learning rate rises over the first
+    twentieth of the steps and falls to zero along a cosine; where the number of steps is not known, it stays at `lr`.
 
     Args:
-        model: called with images (B, C, H, W) as the loader gives them; returns logits (B, K), or something whose
-            `.logits` they are, like the models of transformers.
-        class_names: what the K classes are called; kept with the hyper-parameters.
+        model: "timm:NAME", "torchvision:NAME" or "transformers:FOLDER_OR_HUB_NAME"; or a module, called with images
+            (B, C, H, W) as the loader gives them, that returns logits (B, K), or something whose `.logits` they are.
+        class_names: what the K classes are called; kept with the hyper-parameters and in a transformers model's config.
+        num_classes: K, where the classes have no names. Neither: as many as a named model has by itself.
+        pretrained: whether a named model has its library's weights, or random ones. Loading a checkpoint needs none:
+            `load_from_checkpoint(path, pretrained=False)`.
+        image_processor: of a transformers model that comes as a module; one that is named brings its own.
         lr: highest learning rate.
         weight_decay: of AdamW.
         label_smoothing: share of the target in [0, 1) that is spread over all classes, in training.
 
+    Attributes:
+        inputs: the size and transforms that the model wants its images with; None where nothing is known of them.
+        image_processor: saved beside the weights of a transformers model; None of others.
+
     Raises:
-        SettingsError: a number is outside its range.
+        SettingsError: a number is outside its range, or the model cannot be made.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: str | nn.Module,
         *,
         class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        pretrained: bool = True,
+        image_processor: Any = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        if lr <= 0 or weight_decay < 0 or not 0 <= label_smoothing < 1:
-            raise SettingsError(
-                f"lr={lr}, weight_decay={weight_decay}, label_smoothing={label_smoothing}; "
-                "expected lr > 0, weight_decay >= 0 and label_smoothing in [0, 1)."
-            )
+        check_rates(lr, weight_decay)
+        if not 0 <= label_smoothing < 1:
+            raise SettingsError(f"label_smoothing={label_smoothing}; expected a share in [0, 1).")
         from torchmetrics.classification import MulticlassAccuracy  # takes seconds, so only when a task is made
 
-        self.save_hyperparameters()
-        self.model = model
-        self.class_names = None if class_names is None else list(class_names)
+        self.save_hyperparameters(ignore=["image_processor"])
+        number = count_classes(class_names, num_classes)
+        self.model = make_model(model, "classification", number, pretrained)
+        self.class_names = name_classes(self.model, class_names)
+        self.image_processor = image_processor_of(model, self.model, image_processor)
+        self.inputs = inputs_of(self.model, model if isinstance(model, str) else None, self.image_processor)
         self.lr, self.weight_decay, self.label_smoothing = lr, weight_decay, label_smoothing
         # Unchecked and by its micro average it needs no number of classes, and does not wait for the device.
         self.accuracy = MulticlassAccuracy(None, average="micro", validate_args=False)
+        number = number if self.class_names is None else len(self.class_names)
+        if number is not None and number >= MANY:
+            self.accuracy_top5 = MulticlassAccuracy(number, top_k=5, average="micro", validate_args=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, K) of images (B, C, H, W).
@@ -99,6 +115,9 @@ class ImageClassification(VisionTask):
         self.accuracy.update(logits.argmax(1), labels)
         self.log("loss", F.cross_entropy(logits, labels))
         self.log("accuracy", self.accuracy)
+        if hasattr(self, "accuracy_top5"):
+            self.accuracy_top5.update(logits, labels)
+            self.log("accuracy_top5", self.accuracy_top5)
         return logits
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -107,21 +126,7 @@ class ImageClassification(VisionTask):
         return logits.float().softmax(1)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=self.lr, weight_decay=self.weight_decay)
-        steps = self.run.estimated_stepping_batches
-        if steps is None:
-            return {"optimizer": optimizer}
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up_and_cosine, steps=steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def warm_up_and_cosine(step: int, steps: int) -> float:
-    """The factor in (0, 1] on the learning rate of step 0 ... steps - 1: a line up, then half a cosine down to zero."""
-    rise = max(round(WARM_UP * steps), 1)
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * min((step - rise + 1) / max(steps - rise + 1, 1), 1)))
+        return adamw_with_warm_up(self, self.lr, self.weight_decay)
 
 
 def _images(batch: Any) -> Tensor:

@@ -2,19 +2,23 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from sanctuary_trainer import SettingsError, TaskError, Trainer
-from sanctuary_trainer.tasks import ImageClassification
-from sanctuary_trainer.tasks.image_classification import warm_up_and_cosine
+from sanctuary_trainer.callbacks import Checkpoint
+from sanctuary_trainer.tasks import ImageClassification, ImageData
+from sanctuary_trainer.tasks.fitting import warm_up_and_cosine
 
 NUM_CLASSES, SIDE = 3, 32
 
@@ -143,7 +147,8 @@ def test_where_the_end_is_not_known_the_learning_rate_stays(run_folder: Path) ->
 def test_hyperparameters_are_the_settings_without_the_model() -> None:
     task = ImageClassification(plain_model(), class_names=("a", "b", "c"), lr=0.01)
     assert task.class_names == ["a", "b", "c"]
-    assert task.hparams.keys() == {"class_names", "lr", "weight_decay", "label_smoothing"}
+    settings = {"class_names", "num_classes", "pretrained", "lr", "weight_decay", "label_smoothing"}
+    assert task.hparams.keys() == settings
     assert task.hparams["lr"] == 0.01
 
 
@@ -158,7 +163,7 @@ def test_frozen_parameters_are_left_alone(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"lr": 0.0}, {"weight_decay": -1.0}, {"label_smoothing": 1.0}])
 def test_settings_outside_their_range_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(SettingsError, match=r"expected lr > 0"):
+    with pytest.raises(SettingsError, match=r"expected (lr > 0|a share)"):
         ImageClassification(plain_model(), **settings)  # type: ignore[arg-type]
 
 
@@ -173,3 +178,126 @@ def test_what_does_not_fit_is_named() -> None:
         task.training_step({"x": images, "labels": labels}, 0)
     with pytest.raises(TaskError, match=r"of type Tensor holds no tensor of labels"):
         task.training_step(images, 0)
+
+
+def vit_folder(folder: Path) -> Path:
+    """A model and its image processor, as `save_pretrained` leaves them."""
+    transformers = pytest.importorskip("transformers")
+    transformers_model().save_pretrained(folder)  # type: ignore[operator]
+    size = {"height": SIDE, "width": SIDE}
+    transformers.ViTImageProcessor(size=size, image_mean=[0.4, 0.5, 0.6]).save_pretrained(folder)
+    return folder
+
+
+def images_of_shades(root: Path, each: int = 4) -> Path:
+    """FOLDER/SHADE/IMAGE: grey levels with some noise."""
+    for shade, level in {"dark": 40, "grey": 120, "light": 210}.items():
+        (root / shade).mkdir(parents=True)
+        for number in range(each):
+            noise = np.random.default_rng(number).integers(-30, 30, (44, 50, 3))
+            Image.fromarray((level + noise).astype(np.uint8)).save(root / shade / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_a_checkpoints_model_folder_is_a_pipeline_that_answers_as_predict_does(
+    best: bool, tmp_path: Path, run_folder: Path
+) -> None:
+    """Also of `load_from_checkpoint`, which needs no arguments."""
+    transformers = pytest.importorskip("transformers")
+    data = ImageData(images_of_shades(tmp_path / "shades"), batch_size=3, num_workers=0, augment=False)
+    task = ImageClassification(f"transformers:{vit_folder(tmp_path / 'vit')}", class_names=data.class_names, lr=1e-2)
+    data.adapt(task)
+    watch = Checkpoint(monitor="val/accuracy", mode="max") if best else Checkpoint()
+    result = trainer(run_folder, max_epochs=2, callbacks=[watch]).fit(
+        task, data.train_dataloader(), data.val_dataloader()
+    )
+    assert result.best_checkpoint is not None
+    loaded = ImageClassification.load_from_checkpoint(result.best_checkpoint)
+    predictions = torch.stack(list(trainer(run_folder).predict(loaded, data.test_dataloader()) or []))
+
+    folder = result.best_checkpoint / "model"
+    saved = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    assert saved.config.id2label == {0: "dark", 1: "grey", 2: "light"}
+    assert saved.config.label2id == {"dark": 0, "grey": 1, "light": 2}
+    pipeline = transformers.pipeline("image-classification", model=str(folder), device="cpu")
+    answers = pipeline(data.names("test"), top_k=3)
+    named = [{answer["label"]: answer["score"] for answer in of_image} for of_image in answers]
+    piped = torch.tensor([[scores[name] for name in ("dark", "grey", "light")] for scores in named])
+    assert len(predictions) == 3 and torch.allclose(piped, predictions, rtol=0, atol=1e-6)
+
+
+def test_a_model_of_transformers_brings_its_size_and_normalisation(tmp_path: Path) -> None:
+    task = ImageClassification(f"transformers:{vit_folder(tmp_path)}", pretrained=False)
+    assert task.inputs is not None and task.inputs.size == (SIDE, SIDE)
+    image = Image.new("RGB", (50, 44), (255, 255, 255))
+    expected = (1 - torch.tensor([0.4, 0.5, 0.6])) / 0.5
+    for transform in (task.inputs.transform, task.inputs.augment()):
+        assert torch.allclose(transform(image), expected[:, None, None].expand(3, SIDE, SIDE), atol=1e-6)
+
+
+def test_models_by_name_have_as_many_outputs_as_classes_and_bring_their_transforms() -> None:
+    timm, torchvision = pytest.importorskip("timm"), pytest.importorskip("torchvision")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (90, 120, 3)).astype(np.uint8))
+    task = ImageClassification("timm:test_vit", class_names=["a", "b"], pretrained=False)
+    config = timm.data.resolve_model_data_config(task.model)
+    assert task.inputs is not None and task.inputs.size == config["input_size"][1:]
+    prepared = task.inputs.transform(image)
+    assert torch.equal(prepared, timm.data.create_transform(**config)(image))
+    assert task.predict_step(prepared[None], 0).shape == (1, 2)
+
+    task = ImageClassification("torchvision:squeezenet1_1", num_classes=5, pretrained=False)
+    assert task.inputs is not None and task.inputs.size == (224, 224)
+    prepared = task.inputs.transform(image)
+    assert torch.equal(prepared, torchvision.models.SqueezeNet1_1_Weights.DEFAULT.transforms()(image))
+    assert task.eval().predict_step(prepared[None], 0).shape == (1, 5)
+
+
+def test_a_module_of_transformers_takes_the_names_and_gives_its_own() -> None:
+    model = transformers_model()
+    assert ImageClassification(model).class_names is None
+    ImageClassification(model, class_names=["x", "y", "z"])
+    assert model.config.id2label == {0: "x", 1: "y", 2: "z"}  # type: ignore[union-attr]
+    assert ImageClassification(model).class_names == ["x", "y", "z"]
+
+
+def test_among_many_classes_the_five_best_count_too(run_folder: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 12))
+    task = ImageClassification(model, num_classes=12)
+    data = Shades(22)
+    values = trainer(run_folder).test(task, DataLoader(data, 5))
+    best = model(data.images).topk(5).indices
+    hits = (best == data.labels[:, None]).any(1).double().mean().item()
+    assert values["test/accuracy_top5"] == pytest.approx(hits) and hits > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("resnet18", r"names no model: give LIBRARY:NAME"),
+        ("keras:resnet18", r"names no model: give LIBRARY:NAME"),
+        ("timm:resnet81", r"no model of timm 'resnet81'\. Did you mean 'resnet18'"),
+        ("timm:resnet18.nonsense", r"cannot be made: RuntimeError: Invalid pretrained tag \(nonsense\)"),
+        ("torchvision:resnet1", r"no classification model of torchvision 'resnet1'\. Did you mean 'resnet1"),
+        ("transformers:nobody/nothing", r"cannot be read: .*\n.*check the name and the network"),
+        ("transformers:bare", r"The folder bare holds no config\.json"),
+        ("timm:resnet18", r"weights of model='timm:resnet18' cannot be had: .*pretrained=False"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told_with_the_nearest(model: str, told: str) -> None:
+    Path("bare").mkdir()
+    with pytest.raises(SettingsError, match=told):
+        ImageClassification(model)
+
+
+def test_a_library_that_is_missing_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(
+        SettingsError, match=r"model='timm:resnet18' needs timm, .*pip install 'sanctuary_trainer\[vision"
+    ):
+        ImageClassification("timm:resnet18")
+
+
+def test_names_and_a_number_that_differ_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"num_classes=3, and class_names has 2"):
+        ImageClassification(plain_model(), class_names=["a", "b"], num_classes=3)

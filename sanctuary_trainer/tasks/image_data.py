@@ -1,0 +1,225 @@
+"""`ImageData`: labelled images of any source, as the loaders that `ImageClassification` is trained and tested with.
+
+data = ImageData("flowers/", batch_size=32)
+task = ImageClassification("timm:resnet18", class_names=data.class_names)
+data.adapt(task)                                     images as this model wants them
+trainer.fit(task, data.train_dataloader(), data.val_dataloader())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.tasks.image_datasets import of_dataset
+from sanctuary_trainer.tasks.image_sources import ImageFiles, LabelledImages, Source, find_images, of_csv, of_folder
+from sanctuary_trainer.tasks.model_inputs import ModelInputs, plain_inputs
+
+
+@final
+class ImageData:
+    """Loaders of labelled images; nothing is decoded before it is asked for.
+
+    Where the source has one split only, a tenth of each class is held out for validation and a tenth for the test,
+    always the same. Where it has several, they are taken as they are, and only a missing validation is held out.
+
+    Args:
+        root: a folder with one folder per class, or with train, val and test of these; or a CSV file with the columns
+            path and label, perhaps split, whose paths are relative to it; or where torchvision's data set lies.
+        dataset: "datasets:FOLDER_OR_HUB_NAME", "torchvision:NAME", or a data set of Hugging Face, of torchvision, or of
+            pairs (image, number); or a mapping of these by split.
+        predict_root: a folder of images without labels, for `predict`; None: the images of the test, or of validation.
+        batch_size: images of a batch, on each rank.
+        num_workers: processes that read images, of each loader on each rank.
+        image_size: pixels a side, for a model that does not say what it wants.
+        augment: train on random parts of the images, flipped in half of the cases; False: as in evaluation.
+        transform: of a PIL image in evaluation, and in training unless train_transform is given; None: the model's.
+        train_transform: of a PIL image in training.
+        val_share: of each class, in [0, 1), that is held out for validation.
+        test_share: of each class, in [0, 1), that is held out for the test.
+        image_column: of a CSV file (the path) or a Hugging Face data set; None: found by name or type.
+        label_column: of a CSV file or a Hugging Face data set; None: found by name or type.
+        download: let torchvision fetch a data set that is not there.
+
+    Attributes:
+        class_names: what the classes are called, by their number.
+
+    Raises:
+        SettingsError: the arguments name no source, or a share or size is out of its range.
+        DataError: the source cannot be used: no images, one class, a file or a column that is missing.
+    """
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        *,
+        dataset: Any = None,
+        predict_root: str | Path | None = None,
+        batch_size: int = 32,
+        num_workers: int = 2,
+        image_size: int = 224,
+        augment: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        train_transform: Callable[[Any], Any] | None = None,
+        val_share: float = 0.1,
+        test_share: float = 0.1,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        download: bool = False,
+    ) -> None:
+        _check(batch_size, num_workers, image_size, val_share, test_share)
+        if root is None and dataset is None and predict_root is None:
+            raise SettingsError("ImageData needs root=, dataset= or, to predict alone, predict_root=.")
+        self.predict_root = None if predict_root is None else Path(predict_root)
+        self.batch_size, self.num_workers, self.image_size = batch_size, num_workers, image_size
+        self.augment, self.transform, self.train_transform = augment, transform, train_transform
+        self.class_names: list[str] | None = None
+        self._inputs: ModelInputs | None = None
+        self._splits: dict[str, _Part] = {}
+        if root is not None or dataset is not None:
+            source = _read(None if root is None else Path(root), dataset, image_column, label_column, download)
+            self.class_names = source.class_names
+            self._splits = hold_out(source, val_share, test_share)
+
+    def adapt(self, task: Any) -> None:
+        """Take the transforms that belong to a ready-made task's model, where none were given."""
+        self._inputs = getattr(task, "inputs", None)
+
+    def names(self, split: str) -> list[str]:
+        """What the images of "train", "val" or "test" are called, in order: their paths, or their places."""
+        part = self._splits.get(split)
+        return [] if part is None else [part.images.names[row] for row in part.rows]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches of images (B, 3, H, W) and labels (B,), augmented.
+
+        Raises:
+            DataError: there are only images to predict.
+        """
+        if "train" not in self._splits:
+            raise DataError("There is nothing to train on: give root= or dataset=, with labels.")
+        transform = self.train_transform or self.transform
+        if transform is None:
+            transform = self._wanted.augment() if self.augment else self._wanted.transform
+        return self._loader(_Samples(self._splits["train"], transform), shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any] | None:
+        """The validation's batches, in order; None where there are none."""
+        return self._evaluated("val")
+
+    def test_dataloader(self) -> DataLoader[Any] | None:
+        """The test's batches, in order; None where there are none."""
+        return self._evaluated("test")
+
+    def predict_dataloader(self) -> DataLoader[Any] | None:
+        """Images alone, of `predict_root`, in the order of their paths; else the test's or the validation's batches."""
+        if self.predict_root is None:
+            return self.test_dataloader() or self.val_dataloader()
+        if not self.predict_root.is_dir():
+            raise DataError(f"predict_root={self.predict_root} is no folder.")
+        paths = find_images(self.predict_root)
+        if not paths:
+            raise DataError(f"The folder {self.predict_root} holds no images to predict.")
+        return self._loader(_Unlabelled(ImageFiles(paths), self.transform or self._wanted.transform))
+
+    @property
+    def _wanted(self) -> ModelInputs:
+        return self._inputs or plain_inputs(self.image_size)
+
+    def _evaluated(self, split: str) -> DataLoader[Any] | None:
+        if split not in self._splits:
+            return None
+        return self._loader(_Samples(self._splits[split], self.transform or self._wanted.transform))
+
+    def _loader(self, samples: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(samples, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+
+
+class _Part(NamedTuple):
+    """Some rows of labelled images."""
+
+    images: LabelledImages
+    rows: Sequence[int]
+
+
+class _Samples(Dataset[Any]):
+    """(image, label) by number."""
+
+    def __init__(self, part: _Part, transform: Callable[[Any], Any]) -> None:
+        self.images, self.rows = part
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        row = self.rows[index]
+        return self.transform(self.images.read(row)), self.images.labels[row]
+
+
+class _Unlabelled(Dataset[Any]):
+    """Images by number."""
+
+    def __init__(self, files: ImageFiles, transform: Callable[[Any], Any]) -> None:
+        self.files, self.transform = files, transform
+
+    def __len__(self) -> int:
+        return len(self.files.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.files(index))
+
+
+def hold_out(source: Source, val_share: float, test_share: float) -> dict[str, _Part]:
+    """The parts to train, validate and test with; a missing one is drawn from training, each class by itself.
+
+    The test is held out only where the source has no split but one. Of each class at least one image is drawn, where a
+    share is asked for, and one stays.
+    """
+    parts = {split: _Part(images, range(len(images.labels))) for split, images in source.splits.items()}
+    shares = {"test": test_share if len(parts) == 1 else 0.0, "val": 0.0 if "val" in parts else val_share}
+    train, labels = parts["train"].images, np.asarray(parts["train"].images.labels)
+    rest, generator = np.arange(len(labels)), np.random.default_rng(0)
+    for split, share in shares.items():
+        drawn = [_draw(rest[labels[rest] == label], share, generator) for label in np.unique(labels)]
+        rows = np.sort(np.concatenate(drawn))
+        if len(rows):
+            parts[split] = _Part(train, rows.tolist())
+            rest = np.setdiff1d(rest, rows)
+    return parts | {"train": _Part(train, rest.tolist())}
+
+
+def _draw(rows: Any, share: float, generator: np.random.Generator) -> Any:
+    wanted = max(round(len(rows) * share), 1) if share else 0
+    return generator.permutation(rows)[: min(wanted, len(rows) - 1)]
+
+
+def _read(
+    root: Path | None, dataset: Any, image_column: str | None, label_column: str | None, download: bool
+) -> Source:
+    if dataset is not None:
+        return of_dataset(dataset, root, image_column, label_column, download)
+    assert root is not None
+    if root.is_dir():
+        if (root / "dataset_dict.json").is_file() or (root / "dataset_info.json").is_file():
+            return of_dataset(f"datasets:{root}", None, image_column, label_column)
+        return of_folder(root)
+    if root.suffix.lower() == ".csv" and root.is_file():
+        return of_csv(root, image_column, label_column)
+    found = "is a file, but no CSV" if root.exists() else "does not exist"
+    raise DataError(f"root={root} {found}; expected a folder of images per class, or a CSV file with path and label.")
+
+
+def _check(batch_size: int, num_workers: int, image_size: int, val_share: float, test_share: float) -> None:
+    if batch_size < 1 or num_workers < 0 or image_size < 1:
+        raise SettingsError(
+            f"batch_size={batch_size}, num_workers={num_workers}, image_size={image_size}; "
+            "expected batch_size >= 1, num_workers >= 0 and image_size >= 1."
+        )
+    if not (0 <= val_share < 1 and 0 <= test_share < 1 and val_share + test_share < 1):
+        raise SettingsError(f"val_share={val_share}, test_share={test_share}; expected shares in [0, 1), together < 1.")

@@ -1,0 +1,36 @@
+"""The image processor of a transformers model: what belongs to it and is saved with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def image_processor_of(given: str | nn.Module, model: nn.Module, processor: Any) -> Any:
+    """Find the image processor of a model.
+
+    Args:
+        given: what the model was made from.
+        model: the model.
+        processor: the user's, which is taken as it is.
+
+    Returns:
+        The processor of the folder or hub name that the model comes from; None of a model of another library, of one
+        made from a config, and where the folder holds none.
+    """
+    if processor is not None or not callable(getattr(model, "save_pretrained", None)):
+        return processor
+    if isinstance(given, str) and not given.startswith("transformers:"):
+        return None
+    config: Any = getattr(model, "config", None)
+    source = given.partition(":")[2] if isinstance(given, str) else getattr(config, "name_or_path", "")
+    if not source:
+        return None
+    import transformers
+
+    auto: Any = transformers.AutoImageProcessor
+    try:
+        return auto.from_pretrained(source)
+    except (OSError, ValueError):  # the folder holds weights alone
+        return None
