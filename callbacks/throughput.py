@@ -58,7 +58,9 @@ class Throughput(Callback):
 
     def on_train_step_end(self, run: Run) -> None:
         state, laps, now = run.state, run.clock.totals(), perf_counter()
-        trained, before = now - laps.get("validation", 0.0) - laps.get("checkpoint", 0.0), self._last[1]
+        # Hooks of save points have laps of their own where they are timed by class: "checkpoint:EMA".
+        aside = [seconds for name, seconds in laps.items() if name.startswith(("validation", "checkpoint"))]
+        trained, before = now - sum(aside), self._last[1]
         self._last = (now, trained, state.global_step, self._epochs_before + state.samples, laps)
         if self._first is None:
             self._first = self._point = _Moment(*self._last)

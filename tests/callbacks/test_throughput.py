@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from sanctuary_trainer import Callback, Run
-from sanctuary_trainer.callbacks import Checkpoint, Throughput
+from sanctuary_trainer.callbacks import Checkpoint, LoadBalance, Throughput
 from tests.small_tasks import Line, Numbers, NumberStream, floats, quiet_trainer
 from tests.test_budget import calls_per_step
 
@@ -179,6 +179,24 @@ def test_validations_and_checkpoints_count_in_the_time_to_the_end_alone(time: Ti
     # After step 2 there was one of each, by step 8 there were three.
     assert points.of("eta_seconds")[4] == pytest.approx(8 * (3 * STEP + 96.0) / 3)
     assert points.of("eta_seconds")[8] == pytest.approx(4 * (7 * STEP + 3 * 96.0) / 7)
+
+
+class SlowAtSavePoints(Callback):
+    def __init__(self, time: Time) -> None:
+        self.time = time
+
+    def on_save_point(self, run: Run) -> None:
+        self.time.spend(32.0)
+
+
+@pytest.mark.parametrize("beside", [[], [LoadBalance]])
+def test_hooks_of_save_points_count_as_checkpoints_also_where_they_are_timed_by_class(
+    time: Time, run_folder: Path, beside: list[Callable[[], Callback]]
+) -> None:
+    callbacks = [Throughput(), SlowAtSavePoints(time), *(make() for make in beside)]
+    points = fit(time, callbacks=callbacks, project_dir=run_folder)
+    assert points.of("samples_per_second") == dict.fromkeys((4, 8), pytest.approx(2 / STEP))
+    assert points.of("eta_seconds")[4] == pytest.approx(4 * (STEP + 32.0))
 
 
 def test_samples_are_counted_across_the_end_of_an_epoch(time: Time) -> None:
