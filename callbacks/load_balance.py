@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ RECENT_STEPS = 200  # what "now" is; a look at them costs about 1 ms
 SAMPLE_EVERY = 5  # steps, where a row costs events on the device or hooks on the gradients
 SHOW_SECONDS = 300.0  # between two pictures: one costs 15 ms and 40 kB
 MOST_CURVES = 16  # ranks with curves of their own
+MOST_COST = 1e100  # of a batch: sums and squares of it are finite
 
 
 class LoadBalance(Callback):
@@ -48,7 +50,7 @@ class LoadBalance(Callback):
     It costs one small gather at each log and about 3 us a step. A fit that is continued begins with an empty history.
 
     Raises:
-        TaskError: `VisionTask.cost` gives no number, or one that lies on the device.
+        TaskError: `VisionTask.cost` gives no number, one below 0 or not finite, or one that lies on the device.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class LoadBalance(Callback):
     def on_train_batch_start(self, run: Run, batch: Any, batch_idx: int) -> None:
         self._batch_samples += run.batch_samples or 0
         cost = run.task.cost(batch)
-        self._batch_cost += cost if type(cost) in (int, float) else _number(cost, run)
+        self._batch_cost += cost if type(cost) in (int, float) and 0 <= cost <= MOST_COST else _number(cost, run)
 
     def on_before_optimizer_step(self, run: Run) -> None:
         clock, before, sampled = run.clock, self._totals, True
@@ -119,8 +121,10 @@ class LoadBalance(Callback):
         self._show(run, run.balance)
         run.message(balance_text(run.balance))
         if run.run_dir is not None:
+            beside = run.run_dir / f".{FILE}.partial"  # whoever reads the file finds all of it
             try:
-                (run.run_dir / FILE).write_text(json.dumps(run.balance.as_dict(), indent=1) + "\n", encoding="utf-8")
+                beside.write_text(json.dumps(run.balance.as_dict(), indent=1) + "\n", encoding="utf-8")
+                beside.replace(run.run_dir / FILE)
             except OSError as error:
                 run.warn(f"{FILE} could not be written: {error}.")
 
@@ -210,10 +214,13 @@ def _number(cost: Any, run: Run) -> float:
             f"{type(run.task).__name__}.cost returned a tensor on {cost.device}: reading it would wait for the device "
             "in every step. Reckon with shapes and lengths, which the host knows."
         )
-    try:
-        return float(cost)
-    except (TypeError, ValueError):
-        raise TaskError(f"{type(run.task).__name__}.cost returned {cost!r:.80}; a number was expected.") from None
+    with suppress(TypeError, ValueError, OverflowError):
+        number = float(cost)
+        if 0 <= number <= MOST_COST:  # not NaN either
+            return number
+    raise TaskError(
+        f"{type(run.task).__name__}.cost returned {cost!r:.80}; a number was expected, from 0 to {MOST_COST:g}."
+    )
 
 
 def _name(run: Run) -> str:

@@ -258,7 +258,9 @@ def test_a_cost_of_ones_own_counts(spend: Spend, run_folder: Path) -> None:
     assert result.balance.ranks[0].cost == 16
 
 
-@pytest.mark.parametrize("cost", [None, "much", [1, 2]])
+@pytest.mark.parametrize(
+    "cost", [None, "much", [1, 2], -1, float("nan"), float("inf"), torch.tensor(torch.nan), 10**400]
+)
 def test_a_cost_that_is_no_number_is_refused(spend: Spend, run_folder: Path, cost: Any) -> None:
     class Wrong(Pooled):
         def cost(self, batch: Any) -> Any:
