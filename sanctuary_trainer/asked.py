@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,29 @@ class Gathers:
         # Here, where the hook that asks can fail alone; in the collective the other ranks would wait for it.
         self.asked.append((pickle.dumps(value), then))
 
-    def settle(self, devices: Devices) -> None:
-        """Bring over what was asked for, one collective for all of it; what a `then` raises is raised on all ranks."""
+    @contextmanager
+    def settling(self, devices: Devices) -> Iterator[None]:
+        """Around hooks: what they raise on one rank is raised on all of them, and what they ask for is settled."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - told to all ranks and raised below
+            error = raised
+        self.settle(devices, error)
+
+    def settle(self, devices: Devices, error: Exception | None = None) -> None:
+        """Bring over what was asked for, one collective for all of it; what a `then` raises is raised on all ranks.
+
+        error: what this rank met in the hooks that ask; it is raised on all ranks, and nothing is brought over.
+        """
         asked, self.asked = self.asked, []
+        number, ranks = len(asked), devices.world_size
+        failed, every, squares = devices.agree([float(error is not None), float(number), float(number**2)])
+        if failed:
+            devices.raise_together(error)
+        if ranks * squares != every**2:  # not the same number on each
+            calls = f"rank {devices.rank} called run.gather {number} x, all {ranks} ranks together {every:.0f} x"
+            devices.raise_together(CallbackError(f"In a hook {calls}: every rank has to make the same calls."))
         if not asked:
             return
         rows = devices.gather_on_main([value for value, _ in asked])

@@ -371,12 +371,11 @@ class Run:
             if name in values:
                 self.progress_metrics[name] = values[name]
         if self.verb == "fit":
-            with self.devices.together():
+            with self.gathers.settling(self.devices):
                 step = self.state.global_step
                 self.callbacks.on_log(self, values, step)
                 if self.tracking is not None:
                     self.tracking.log(values, step, self.state.epoch)
-            self.gathers.settle(self.devices)
 
     def step_values(self) -> dict[str, float]:
         """What the curves get at this step, over all ranks."""

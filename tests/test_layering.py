@@ -32,7 +32,7 @@ ROOMS = {
     "balance": 130,
     "callback": 290,
     "devices": 300,
-    "asked": 40,
+    "asked": 60,
     "plain": 60,
     "metrics": 200,
     "metric_states": 160,
@@ -99,6 +99,7 @@ LONGER: dict[str, tuple[int, str]] = {
 ACCELERATE_IN = {"devices", "data", "tracking"}
 # Where an exception of any kind may end, and who is told of it.
 CATCH_ALL_IN = {
+    "asked": "the other ranks, when they agree on what hooks asked for",
     "cli.main": "the person at the terminal",
     "data": "the ranks that wait for their share from rank 0",
     "devices": "the ranks that wait for the first one of their machine",

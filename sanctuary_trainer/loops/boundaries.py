@@ -139,9 +139,7 @@ def save_point(run: Run, together: bool) -> None:
         error = raised
     try:
         if together:
-            run.devices.raise_together(error)
-            if run.gathers.asked:
-                run.gathers.settle(run.devices)
+            run.gathers.settle(run.devices, error)
         elif error is not None:
             raise error
     except BaseException:

@@ -55,9 +55,8 @@ def evaluate(run: Run, stage: str, limit: int | None = None) -> dict[str, float]
             metrics.update(values)
         run.at_boundary = False  # what is shown now would be shown again
         run.publish(metrics)
-        with run.devices.together():
+        with run.gathers.settling(run.devices):
             run.callbacks.on_evaluation_end(run, stage, metrics)
-        run.gathers.settle(run.devices)
         with run.devices.together():
             if run.tracking is not None:
                 run.tracking.show_held()

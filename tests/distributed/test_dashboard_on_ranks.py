@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sanctuary_trainer import Callback, Trainer
-from sanctuary_trainer.callbacks import ClassificationDashboard
+from sanctuary_trainer import Callback, CallbackError, Trainer
+from sanctuary_trainer.callbacks import ClassificationDashboard, LoadBalance
 from tests.callbacks.test_classification_dashboard import Classifier, images, keys, same_pictures, shown
 from tests.distributed.workers import Ranks
 from tests.small_tasks import Line, floats, loader, quiet_trainer
@@ -116,3 +116,44 @@ def test_an_error_that_one_rank_alone_can_see_is_told_to_all(two_ranks: Ranks) -
     (first, _), (second, text) = two_ranks(gather_in_a_fit, "again")
     assert (first, second) == ("CallbackError", "RankError")
     assert "run.gather was called in what another run.gather calls" in text
+
+
+class GathersAlone(Callback):
+    """Asks on rank 1 alone, in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def ask(self, run: Any, hook: str) -> None:
+        if run.rank == 1 and hook == self.hook:
+            run.gather(run.rank, print)
+
+    def on_train_step_end(self, run: Any) -> None:
+        self.ask(run, "on_train_step_end")
+
+    def on_log(self, run: Any, values: dict[str, float], step: int) -> None:
+        self.ask(run, "on_log")
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        self.ask(run, "on_evaluation_end")
+
+    def on_save_point(self, run: Any) -> None:
+        if run.state.stop_reason is not None:
+            self.ask(run, "on_save_point")
+
+
+def gather_alone(hook: str, beside: bool) -> str:
+    callbacks = [GathersAlone(hook), *([LoadBalance()] if beside else [])]
+    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, log_every_n_steps=2)
+    with pytest.raises(CallbackError) as caught:
+        trainer.fit(Line(), loader(floats(range(8)), 1), loader(floats(range(4)), 1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hook", ["on_train_step_end", "on_log", "on_evaluation_end", "on_save_point"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_rank_that_asks_alone_ends_all_ranks_instead_of_waiting_for_ever(
+    two_ranks: Ranks, hook: str, beside: bool
+) -> None:
+    for rank, text in enumerate(two_ranks(gather_alone, hook, beside, timeout=30.0)):
+        assert f"rank {rank} called run.gather" in text and "every rank has to make the same calls" in text
