@@ -32,7 +32,6 @@ FILE = "balance.json"
 # A quarter of everybody's time is worth an interruption, once it lasts.
 SEVERE = 0.25
 LEAST_STEPS = 40  # before a cause is told at once: the first steps of a run are unlike the rest
-RECENT_STEPS = 200  # what "now" is; a look at them costs about 1 ms
 SAMPLE_EVERY = 5  # steps, where a row costs events on the device or hooks on the gradients
 SHOW_SECONDS = 300.0  # between two pictures: one costs 15 ms and 40 kB
 MOST_CURVES = 16  # ranks with curves of their own
@@ -117,8 +116,8 @@ class LoadBalance(Callback):
         run.clock.trail, run.clock.sampling = None, False
         if not (run.is_main and self._history.steps):
             return
-        run.balance = run.balance or self._history.balance()  # made already where the fit did not fail
-        self._show(run, run.balance)
+        failed = run.balance is None  # else it was made and shown when all ranks met for the last time
+        run.balance = run.balance or self._history.balance()
         run.message(balance_text(run.balance))
         if run.run_dir is not None:
             beside = run.run_dir / f".{FILE}.partial"  # whoever reads the file finds all of it
@@ -127,6 +126,8 @@ class LoadBalance(Callback):
                 beside.replace(run.run_dir / FILE)
             except OSError as error:
                 run.warn(f"{FILE} could not be written: {error}.")
+        if failed:
+            self._show(run, run.balance)
 
     def teardown(self, run: Run) -> None:
         self._reset()
@@ -165,10 +166,11 @@ class LoadBalance(Callback):
             run.tracking.log(curves(history, len(of_ranks[0].samples)), run.state.global_step, run.state.epoch)
         if run.state.stop_reason is not None:
             run.balance = history.balance()
+            self._show(run, run.balance)  # here, where an error of the tracker's ends all ranks
             return
         if history.steps >= self._check:
-            self._check = history.steps + RECENT_STEPS
-            self._tell_severe(run, history.balance(RECENT_STEPS))
+            self._check = history.steps + len(history.recent)
+            self._tell_severe(run, history.balance(recent=True))
         if time.monotonic() - self._shown >= SHOW_SECONDS:
             self._show(run, history.balance())
 
@@ -193,7 +195,7 @@ class LoadBalance(Callback):
 
 def curves(history: History, last: int) -> dict[str, float]:
     """Percent of a step that each rank spent on each lap in the last rows; of many ranks their extremes."""
-    rows = history.rows[-last:, :, : len(LAPS)].mean(0)  # (R, laps)
+    rows = history.recent[-last:, :, : len(LAPS)].mean(0)  # (R, laps)
     percent = 100 * rows / max(float(rows.sum(1).mean()), 1e-12)
     values: dict[str, float] = {}
     for lap, of_ranks in zip(LAPS, percent.T.tolist(), strict=True):

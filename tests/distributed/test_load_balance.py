@@ -320,6 +320,31 @@ def test_an_error_of_rank_0_in_what_it_makes_of_the_rows_ends_all(two_ranks: Ran
     assert first[0] == "OSError" and second == "RankError" and "no space left" in text
 
 
+class FullDisk(Callback):
+    """The tracker of rank 0 takes no picture."""
+
+    def on_fit_start(self, run: Any) -> None:
+        def fails(*arguments: Any, **settings: Any) -> None:
+            raise OSError("no space left")
+
+        if run.tracking is not None:
+            run.tracking.log_images = fails
+
+
+def fail_to_show(folder: Path) -> Any:
+    with pytest.raises((OSError, RankError)) as caught:
+        fit(Net(), [LoadBalance(), FullDisk()], project_dir=folder, run_name="run")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_tracker_that_cannot_take_the_report_ends_all_ranks_and_the_file_is_written(
+    two_ranks: Ranks, run_folder: Path
+) -> None:
+    (first, _), (second, text) = two_ranks(fail_to_show, run_folder, timeout=30.0)
+    assert first == "OSError" and second == "RankError" and "no space left" in text
+    assert json.loads((run_folder / "run" / "balance.json").read_text())["steps"] == 19
+
+
 def train_three(slow: int) -> Any:
     balance = fit(Working("forward", slow), [LoadBalance()]).balance
     return balance.verdict, balance.findings[0].ranks, [times.rank for times in balance.ranks]
