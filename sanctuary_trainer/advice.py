@@ -69,7 +69,7 @@ def spend_less(kind: str, name: str | None) -> str:
 
 
 def most_of(kind: str, classes: Mapping[str, float], seconds: float) -> str | None:
-    """The class that takes half of a kind's seconds or more. classes: seconds by name, as "callbacks:EMA"."""
+    """The class that takes half of a kind's seconds or more. Both of a step, classes as "callbacks:EMA"."""
     of_kind = {name.partition(":")[2]: spent for name, spent in classes.items() if name.startswith(f"{kind}:")}
     name = max(of_kind, key=lambda each: of_kind[each], default=None)
     return name if name is not None and of_kind[name] >= seconds / 2 else None

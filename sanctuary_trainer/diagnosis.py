@@ -81,7 +81,7 @@ _KINDS = {
 _OF_WORK = ("data", "compute")
 # What falls on some steps: these are what is to be counted. In the rest, which each step has, a part of the run that is
 # unlike all others (the machine paused) counts for nothing.
-_RARE = ("callbacks", "logging", "checkpoint", "validation")
+RARE = ("callbacks", "logging", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Times:
         laps: (K, R, len(LAPS)) seconds.
         samples, cost: (K, R).
         processor: (R,) seconds of processor for a second of own work; None where it is not known.
-        classes: by rank, seconds of "callbacks:EMA" over the run.
+        classes: by rank, seconds of a step: "callbacks:EMA". Over the whole run, also where the steps are its last.
         memory: by rank, the share of what there is.
         places: by rank, host and device.
         workers: by rank, processes that read; None where it is not known.
@@ -299,13 +299,13 @@ class _Steps:
 
     def _of_kind(self, kind: str, slow: Ranks | tuple[()], lost: Floats, evidence: str, first: int) -> Finding:
         """Of callbacks, logging, checkpoint or validation, with the class that takes most of it on rank `first`."""
-        name = advice.most_of(kind, self.times.classes[first], float(self.kinds[kind][:, first].sum()))
+        name = advice.most_of(kind, self.times.classes[first], float(self.mean[kind][first]))
         evidence += f", most of it in {name}" if name else ""
         return self._finding(f"slow_{kind}", slow, kind, lost, evidence, advice.spend_less(kind, name))
 
     def _share(self, lost: Floats, kind: str) -> float:
         """Of everybody's time, where each step loses so many of (K,) seconds."""
-        mean = np.mean if kind in _RARE else _usual
+        mean = np.mean if kind in RARE else _usual
         seconds = mean(self.step)
         return float(np.clip(mean(lost) / seconds, 0, 1)) if seconds else 0.0
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sanctuary_trainer.balance import History, Measured
 from sanctuary_trainer.clock import LAPS
 from sanctuary_trainer.diagnosis import CAUSES, Finding, Times, diagnose
 
@@ -370,8 +371,74 @@ def test_a_rank_whose_core_others_use_is_told_from_one_whose_device_is_slow() ->
 
 def test_the_class_that_takes_most_of_it_is_named() -> None:
     times = made(callbacks=on(0))
-    named = dataclasses.replace(times, classes=[{"callbacks:EMA": 40.0 * STEPS, "callbacks:Other": 9.0 * STEPS}, {}])
+    named = dataclasses.replace(times, classes=[{"callbacks:EMA": 40.0, "callbacks:Other": 9.0}, {}])
     assert "most of it in EMA" in one(named).evidence and "Have EMA work less often" in one(named).advice
+
+
+# A long run
+
+
+def remembered(steps: int, ranks: int = 2, classes: dict[str, float] | None = None, **more: Any) -> History:
+    """The history of steps as `made` makes them, heard of in pieces; classes: seconds of each step on all ranks."""
+    times, history, of_classes = made(ranks, steps=steps, **more), History(), classes or {}
+    for begin in range(0, steps, 50):
+        part = slice(begin, begin + 50)
+        history.add(
+            [
+                Measured(
+                    names=(*LAPS, *of_classes),
+                    seconds=np.pad(times.laps[part, rank], ((0, 0), (0, len(of_classes)))).astype(np.float32)
+                    + np.array([0.0] * len(LAPS) + list(of_classes.values()), np.float32),
+                    samples=times.samples[part, rank].tolist(),
+                    cost=times.cost[part, rank].tolist(),
+                    processor_seconds=None,
+                    memory_bytes=0,
+                    memory_share=0.0,
+                    host="host0",
+                    device=f"cuda:{rank}",
+                    workers=2,
+                    cores=8,
+                )
+                for rank in range(ranks)
+            ]
+        )
+    return history
+
+
+def test_ranks_that_are_slow_in_turn_are_told_of_a_long_run_too() -> None:
+    """A mean of steps would have both equally slow, and both waiting: for nothing but messages, it would seem."""
+    odd = np.arange(20_000)[:, None] % 2
+    balance = remembered(20_000, data=100.0 * np.concatenate([odd, 1 - odd], axis=1)).balance()
+    assert told(list(balance.findings)) == [("slow_data", ())]
+    assert balance.findings[0].share == pytest.approx(100 / 192, abs=0.04)
+
+
+def test_every_step_of_a_long_run_counts_alike() -> None:
+    """What was 10 ms a step in its first half, in one step of 500, is 5 of the whole run."""
+    steps = np.arange(20_000)
+    validation = np.where((steps % 500 == 499) & (steps < 10_000), 5000.0, 0.0)[:, None]
+    balance = remembered(20_000, noise=0.0, validation=validation).balance()
+    (first, second) = balance.ranks
+    assert first.seconds["validation"] == second.seconds["validation"] == pytest.approx(5.0, rel=0.01)
+    assert balance.steps == 20_000 and balance.step_seconds == pytest.approx(FORWARD + BACKWARD + MESSAGE + 5, rel=0.01)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 4096), (500, 524)])
+def test_the_history_of_a_long_run_is_bounded(ranks: int, rows: int) -> None:
+    steps = 2 * rows + 100
+    history = remembered(steps, ranks)
+    assert rows / 2 - 50 < len(history.rows) <= rows
+    assert history.balance().steps == steps
+    assert len(history.recent) == 200
+
+
+@pytest.mark.parametrize("recent", [False, True])
+def test_a_class_is_named_where_it_takes_half_of_the_time_of_a_long_run(recent: bool) -> None:
+    for seconds, named in ((60.0, True), (10.0, False)):
+        rest = 100.0 - seconds  # of hooks that have no class
+        balance = remembered(5000, callbacks=rest, classes={"callbacks:EMA": seconds}).balance(recent)
+        assert balance.verdict == "slow_callbacks"
+        assert ("EMA" in balance.findings[0].evidence) == named
 
 
 # What must hold for any times

@@ -295,7 +295,7 @@ def test_of_many_ranks_the_curves_are_the_extremes() -> None:
 
     rows = np.zeros((3, 20, len(LAPS) + 2))
     rows[:, :, LAPS.index("forward")] = np.arange(1, 21)
-    history = History(rows=rows, steps=3)
+    history = History(recent=rows, steps=3)
     values = curves(history, 2)
     assert values.keys() == {"balance/forward/min", "balance/forward/max", "balance/forward/median"}
     assert values["balance/forward/max"] == pytest.approx(100 * 20 / 10.5)
