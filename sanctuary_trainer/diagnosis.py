@@ -153,6 +153,7 @@ class _Steps:
         uneven = {kind: self._uneven(self.kinds[kind]) for kind in _OF_WORK}  # (K, R)
         self.kinds["compute"] = _smooth(self.kinds["compute"] - uneven["compute"]) + uneven["compute"]
         self.own = sum(self.kinds.values(), np.zeros_like(self.wait))  # (K, R)
+        self.rare = sum((self.kinds[kind] for kind in RARE), np.zeros_like(self.wait)).max(1)  # (K,)
         self.uneven = sum(uneven.values(), np.zeros_like(self.wait))
         self.on_ranks = {kind: self._more(kind, self.kinds[kind] - uneven.get(kind, 0.0)) for kind in _KINDS}  # (K, R)
         total, even = sum(self.on_ranks.values(), np.zeros_like(self.wait)), self.own - self.uneven
@@ -305,9 +306,11 @@ class _Steps:
 
     def _share(self, lost: Floats, kind: str) -> float:
         """Of everybody's time, where each step loses so many of (K,) seconds."""
-        mean = np.mean if kind in RARE else _usual
-        seconds = mean(self.step)
-        return float(np.clip(mean(lost) / seconds, 0, 1)) if seconds else 0.0
+        if kind in RARE:
+            mean, seconds = lost.mean(), self.step.mean()
+        else:  # what falls on some steps is everybody's time, too, however few parts of the run have it
+            mean, seconds = _usual(lost), _usual(self.step - self.rare) + self.rare.mean()
+        return float(np.clip(mean / seconds, 0, 1)) if seconds else 0.0
 
     def _finding(
         self, cause: str, slow: Ranks | tuple[()], kind: str, lost: Floats, evidence: str, advised: str
@@ -385,8 +388,12 @@ def _usual(values: Floats) -> Floats:
 
 def _lasts(more: Floats) -> bool:
     """Whether (K,) is above zero by more than its noise."""
-    parts = _alike(more)
-    return len(parts) > 1 and float(parts.mean()) > STANDARD_ERRORS * float(parts.std(ddof=1)) / math.sqrt(len(parts))
+    parts, alike = np.sort(_parts(more)), _alike(more)
+    if len(parts) == 1:
+        return False
+    # The standard error of a mean without its extremes (Tukey and McLaughlin, 1963): they count as their neighbours do.
+    spread = float(parts.clip(alike[0], alike[-1]).std(ddof=1)) * len(parts) / len(alike)
+    return float(alike.mean()) > STANDARD_ERRORS * spread / math.sqrt(len(parts))
 
 
 def _capped(seconds: Floats) -> Floats:

@@ -217,10 +217,27 @@ def test_a_pause_does_not_hide_what_lasts() -> None:
     assert (finding.cause, finding.ranks) == ("slow_compute_on_rank", (1,))
 
 
+def test_shares_are_of_the_time_that_a_few_long_validations_take_too() -> None:
+    # Each step waits 100 for its message, and the last one has a validation that takes as long as all of them.
+    step = FORWARD + BACKWARD + 100.0
+    times = made(noise=0.01, message=100.0, validation=on(0, 1, seconds=every(STEPS, STEPS * step)))
+    shares = {finding.cause: finding.share for finding in diagnose(times)}
+    assert shares["slow_validation"] == pytest.approx(0.5, abs=0.02)
+    assert shares["slow_communication"] == pytest.approx(50.0 / step, abs=0.02)
+
+
 def test_noise_that_comes_and_goes_is_no_slow_rank() -> None:
     """Another job takes half of a core for a while; over the run that comes to a seventh of the time."""
     busy = np.where((np.arange(STEPS) >= 30) & (np.arange(STEPS) < 50), 90.0, 0.0)
     assert diagnose(made(forward=on(1, seconds=busy))) == []
+
+
+def test_noise_that_lasts_for_a_part_of_the_run_is_seldom_taken_for_a_slow_rank() -> None:
+    told = 0
+    for seed in range(400):
+        noise = np.random.default_rng(1000 + seed).normal(0, 30, (8, 2)).clip(-25)  # a third of a step
+        told += bool(diagnose(made(seed=seed, forward=noise.repeat(STEPS // 8, axis=0))))
+    assert told <= 20
 
 
 def test_in_a_long_run_what_comes_and_goes_often_enough_is_told() -> None:
