@@ -209,7 +209,7 @@ class _Steps:
 
         Workers that keep up have a batch ready; where they do not, it shows in some steps.
         """
-        now_and_then = np.quantile(data, OUTLIERS, axis=0) > LIMIT * self.step.mean()
+        now_and_then = _high(data) > LIMIT * self.step.mean()
         behind: Ranks = np.array([bool(workers) for workers in self.times.workers]) & now_and_then
         return behind
 
@@ -398,7 +398,13 @@ def _lasts(more: Floats) -> bool:
 
 def _capped(seconds: Floats) -> Floats:
     """(K, R) with each rank's outliers brought down to its next slowest steps."""
-    return np.minimum(seconds, np.quantile(seconds, OUTLIERS, axis=0, method="higher", keepdims=True))
+    return np.minimum(seconds, _high(seconds))
+
+
+def _high(seconds: Floats) -> Floats:
+    """(R,): the `OUTLIERS` quantile of each rank. numpy's own imports more of numpy at its first call, in the run."""
+    high: Floats = np.sort(seconds, axis=0)[math.ceil(OUTLIERS * (len(seconds) - 1))]
+    return high
 
 
 def _ratio(mean: Floats, slow: Ranks) -> float:
