@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sanctuary_trainer.balance import Balance, History, Measured, RankTimes
+    from sanctuary_trainer.balance import Balance, Measured, RankTimes
     from sanctuary_trainer.balanced import BalancedBatchSampler
     from sanctuary_trainer.callback import Callback, register_callback
     from sanctuary_trainer.checkpoint_folder import read_checkpoint
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SettingsError,
         TaskError,
     )
+    from sanctuary_trainer.history import History
     from sanctuary_trainer.learned import OOMEvent
     from sanctuary_trainer.loops.predict import load_predictions
     from sanctuary_trainer.pieces import OOMFailure
@@ -69,7 +70,7 @@ __all__ = [  # noqa: RUF022 - as sorted() has them
 ]
 
 _ROOMS = {
-    "balance": ("Balance", "History", "Measured", "RankTimes"),
+    "balance": ("Balance", "Measured", "RankTimes"),
     "balanced": ("BalancedBatchSampler",),
     "callback": ("Callback", "register_callback"),
     "checkpoint_folder": ("read_checkpoint",),
@@ -87,6 +88,7 @@ _ROOMS = {
         "SettingsError",
         "TaskError",
     ),
+    "history": ("History",),
     "learned": ("OOMEvent",),
     "loops.predict": ("load_predictions",),
     "pieces": ("OOMFailure",),

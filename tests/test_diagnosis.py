@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sanctuary_trainer.balance import History, Measured
+from sanctuary_trainer.balance import Measured
 from sanctuary_trainer.clock import LAPS
 from sanctuary_trainer.diagnosis import CAUSES, Finding, Times, diagnose
+from sanctuary_trainer.history import History
 
 Floats = npt.NDArray[np.float64]
 STEPS = 120
@@ -273,6 +274,16 @@ def test_batches_that_are_large_in_turn_concern_no_rank() -> None:
     finding = one(made(cost=np.where(large, 200, 100), forward=30.0 * large, backward=60.0 * large))
     assert (finding.cause, finding.ranks, finding.chronic) == ("uneven_work", (), True)
     assert finding.share == pytest.approx(45 / 182, abs=0.03)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_no_batches_any_more_leaves_the_samples_to_the_other(rank: int) -> None:
+    ended = (np.arange(STEPS) >= STEPS // 2)[:, None] * on(1 - rank, seconds=1.0)
+    times = made(samples=8.0 * (1 - ended), cost=100.0 * (1 - ended))
+    times.laps[:, :, LAPS.index("forward")] *= 1 - ended
+    times.laps[:, :, LAPS.index("backward")] *= 1 - ended
+    times.laps[:, :, LAPS.index("wait")] += (FORWARD + BACKWARD) * ended
+    assert told(diagnose(times))[0] == ("uneven_samples", (rank,))
 
 
 def test_work_that_is_read_longer_too_is_told_once() -> None:
