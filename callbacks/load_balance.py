@@ -6,7 +6,7 @@
     the end         the verdict: in the console, as a page and a picture in TensorBoard, in balance.json, in `result`
 
 All ranks leave a sync together, so that times of steps do not tell them apart; the time that a rank waits there does.
-On an accelerator the laps are read off its own timeline, on some of the steps.
+On an accelerator the laps are read off its own timeline, on a fifth of the steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import time
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,9 @@ FILE = "balance.json"
 # A quarter of everybody's time is worth an interruption, once it lasts.
 SEVERE = 0.25
 LEAST_STEPS = 40  # before a cause is told at once: the first steps of a run are unlike the rest
-SAMPLE_EVERY = 5  # steps, where a row costs events on the device or hooks on the gradients
+# Where a row costs events on the device or hooks on the gradients: one of so many steps, drawn, since logs, validations
+# and checkpoints fall on every n-th.
+SAMPLE_EVERY = 5
 SHOW_SECONDS = 300.0  # between two pictures: one costs 15 ms and 40 kB
 MOST_CURVES = 16  # ranks with curves of their own
 MOST_COST = 1e100  # of a batch: sums and squares of it are finite
@@ -66,6 +69,7 @@ class LoadBalance(Callback):
         self._batch_samples = self._batch_cost = 0.0
         self._place: dict[str, Any] = {}
         self._steps, self._check = 0, LEAST_STEPS
+        self._draw, self._sampled = random.Random(0), 0  # alike on all ranks
         self._shown = time.monotonic()
         self._last_processor = time.process_time()
 
@@ -89,10 +93,12 @@ class LoadBalance(Callback):
         self._totals = clock.totals()
         on_device = run.device.type != "cpu"
         if on_device or (run.executor is not None and run.executor.needs_sampling):
-            sampled, self._steps = clock.sampling, self._steps + 1
+            sampled, place, self._steps = clock.sampling, self._steps % SAMPLE_EVERY, self._steps + 1
             if clock.trail is not None:
                 self._trails.append(clock.trail)
-            clock.sampling = self._steps % SAMPLE_EVERY == 0
+            if place == 0:
+                self._sampled = self._draw.randrange(SAMPLE_EVERY)
+            clock.sampling = place == self._sampled
             clock.trail = Trail(run.device) if clock.sampling and on_device else None
         if before is not None and sampled:
             self._begins.append(before)

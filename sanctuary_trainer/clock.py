@@ -71,7 +71,7 @@ class Clock:
 
     def enter(self) -> float:
         """Begins a lap inside another one, which may hold more of them; to be given to `leave`."""
-        if self.trail is not None:
+        if self.trail is not None and not self._whole:
             self.trail.mark(None)
         return perf_counter() - self._inner
 
@@ -108,23 +108,21 @@ class Clock:
 class Trail:
     """Laps on an accelerator's own timeline: an event in its queue at each, read when the device has passed them all.
 
-    make_event: makes what is recorded in the queue, with `record()`, `synchronize()` and `elapsed_time(later)`
-        in milliseconds; by default torch's events of that device.
+    record: puts an event into the queue and gives it, with `synchronize()` and `elapsed_time(later)` in milliseconds;
+        by default torch's events of that device, in the queue that is current now.
     """
 
-    def __init__(self, device: torch.device, make_event: Callable[[], torch.Event] | None = None) -> None:
-        self._make = make_event or (lambda: torch.Event(device.type, enable_timing=True))
+    def __init__(self, device: torch.device, record: Callable[[], torch.Event] | None = None) -> None:
+        self._record = record or _recorder(device)
         self._marks: list[tuple[str | None, torch.Event]] = []
         self._inner: set[int] = set()  # places of the marks that end a lap inside another one
         self.mark(None)
 
     def mark(self, name: str | None, inner: bool = False) -> None:
         """What is queued since the mark before belongs to `name`; of None the next lap says what it was."""
-        event = self._make()
-        event.record()
         if inner:
             self._inner.add(len(self._marks))
-        self._marks.append((name, event))
+        self._marks.append((name, self._record()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds on the device's timeline by name, to the last lap; waits where the device has not come there."""
@@ -138,3 +136,15 @@ class Trail:
             if name := name or lap:
                 seconds[name] += self._marks[i - 1][1].elapsed_time(event) / 1000
         return dict(seconds)
+
+
+def _recorder(device: torch.device) -> Callable[[], torch.Event]:
+    """Events in the queue that is current now: batches are copied in one of their own, whose time is another."""
+    queue = torch.accelerator.current_stream(device)
+
+    def record() -> torch.Event:
+        event = torch.Event(device.type, enable_timing=True)
+        event.record(queue)
+        return event
+
+    return record

@@ -114,10 +114,7 @@ class Passing:
     """An event as torch's accelerators record it, in a queue whose time is `now[0]` seconds."""
 
     def __init__(self, now: list[float]) -> None:
-        self.now, self.at = now, 0.0
-
-    def record(self) -> None:
-        self.at = self.now[0]
+        self.at = now[0]
 
     def synchronize(self) -> None:
         pass
@@ -149,6 +146,44 @@ def test_a_trail_tells_the_laps_on_the_devices_own_timeline(clock_and_time: tupl
     queue[0] = 511.0
     clock.enter()  # of no lap yet
     assert trail.seconds() == {"data": 1.0, "wait": 4.0 + 64.0, "logging": 2.0 + 8.0, "backward": 48.0 + 128.0}
+
+
+def test_what_counts_whole_has_one_lap_on_a_devices_timeline(clock_and_time: tuple[Clock, list[float]]) -> None:
+    """A validation of ten thousand batches puts no event into the queue for each of them."""
+    clock, _ = clock_and_time
+    queue, events = [0.0], list[Passing]()
+
+    def record() -> Passing:
+        events.append(Passing(queue))
+        return events[-1]
+
+    clock.trail = trail = Trail(torch.device("cpu"), record)  # type: ignore[arg-type]
+    with clock.whole("validation"):
+        for _ in range(100):
+            began = clock.enter()
+            queue[0] += 1.0
+            clock.leave("wait", began)
+    assert trail.seconds() == {"validation": 100.0} and len(events) == 2
+
+
+@pytest.mark.gpu
+def test_a_copy_beside_the_devices_computing_takes_none_of_its_time() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix, host = torch.eye(8192, device=device), torch.ones(64_000_000).pin_memory()  # 256 MB
+    copies = torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    trail = Trail(device)
+    for _ in range(20):
+        matrix = matrix @ matrix
+    with torch.cuda.stream(copies):
+        trail.mark(None)
+        copy = host.to(device, non_blocking=True)
+        trail.mark("h2d", inner=True)
+    trail.mark("forward")
+    seconds = trail.seconds()
+    assert seconds["forward"] > 20 * 2 * 8192**3 / 1e15 and seconds["h2d"] < 0.001
+    torch.cuda.synchronize()
+    assert float(copy[-1]) == 1.0
 
 
 def test_the_clock_reads_real_seconds() -> None:

@@ -173,11 +173,28 @@ def wait_where_hooks_tell_it(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["hook", "unused"])
 def test_waiting_is_told_from_computing_where_ddp_has_one_backward(two_ranks: Ranks, kind: str) -> None:
     balance, other = two_ranks(wait_where_hooks_tell_it, kind)
-    assert balance == other and balance.steps == 8  # every fifth
+    assert balance == other and balance.steps == 8  # one of five
     fast, slow = (times.seconds for times in balance.ranks)
     assert fast["wait"] > 0.7 * SLOW > 2 * fast["backward"]
     assert slow["backward"] > SLOW > 2 * slow["wait"]
     assert (balance.verdict, balance.findings[0].ranks) == ("slow_compute_on_rank", (1,))
+
+
+class SleepsAtLogs(Callback):
+    def on_log(self, run: Any, values: Any, step: int) -> None:
+        if "train/loss" in values:
+            time.sleep(SLOW)
+
+
+def log_where_steps_are_sampled() -> Any:
+    return fit(Net(), [LoadBalance(), SleepsAtLogs()], steps=201, find_unused_parameters=True).balance
+
+
+def test_what_falls_on_every_fifth_step_is_not_on_every_step_that_is_looked_at(two_ranks: Ranks) -> None:
+    balance, _ = two_ranks(log_where_steps_are_sampled)
+    assert balance.steps == 40
+    for times in balance.ranks:
+        assert 0.1 * SLOW < times.seconds["logging"] < 0.4 * SLOW
 
 
 class Normed(Net):
