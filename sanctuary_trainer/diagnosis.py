@@ -66,6 +66,7 @@ PARTS, PART_STEPS = 8, 25  # so many at least; in a long run each has so many st
 STANDARD_ERRORS = 3.0
 # A rank has less of its processor than the others: noise is under a tenth, a job of equal weight takes a half.
 LESS_PROCESSOR = 0.85
+OF_ONE = 0.75  # of what unequal work costs stands on ranks that have more on the whole; of two in turn a half
 # A step in twenty may be an outlier: where seconds are compared with work, it counts as the next slowest.
 OUTLIERS = 0.95
 
@@ -220,12 +221,11 @@ class _Steps:
         lost = _lost(self.own, self.uneven)
         if self._share(lost, "compute") < LIMIT:
             return []
-        always = np.broadcast_to(self.uneven.mean(0), self.uneven.shape)
-        if _lost(self.own, always).mean() < lost.mean() / 2:
+        slow = _slow(self.uneven.mean(0).clip(0))
+        if _lost(self.own, self.uneven.clip(0) * slow).mean() < OF_ONE * lost.mean():
             more = advice.percent(float((self.work.max(1) / self.work.mean(1)).mean()) - 1)
             evidence = f"the ranks take turns at the largest batch, which is {more} more work than their mean"
             return [self._finding("uneven_work", (), "compute", lost, evidence, advice.DEAL_BY_COST)]
-        slow = _slow(always[0].clip(0))
         samples, cost = (_ratio(each.mean(0), slow) for each in (self.times.samples, self.times.cost))
         who = f"{self._who(slow)} {'has' if slow.sum() == 1 else 'have'}"
         if samples - 1 >= (cost - 1) / 2:
