@@ -51,7 +51,7 @@ def verdict_text(balance: Balance) -> str:
     """The verdict in one sentence, without a full stop."""
     if balance.verdict == "balanced" or not balance.findings:
         model = percent(_model_share(balance))
-        return f"Load balance: balanced; {model} of the time in the model, nothing costs 10 % or more"
+        return f"Load balance: balanced; {model} of the time in the model, nothing is worth looking for"
     worst = balance.findings[0]
     evidence = _one_line(worst.evidence).rstrip(".;") or cause_text(worst, balance)
     for host in sorted({_one_line(times.host) for times in balance.ranks}, key=len, reverse=True):

@@ -49,7 +49,7 @@ class LoadBalance(Callback):
     `balance/report`, and writes `balance.json` into the run's folder. How much work a batch is tells
     `VisionTask.cost`.
 
-    It costs one small gather at each log and about 3 us a step. A fit that is continued begins with an empty history.
+    It costs one small gather at each log and about 15 us a step. A fit that is continued begins with an empty history.
 
     Raises:
         TaskError: `VisionTask.cost` gives no number, one below 0 or not finite, or one that lies on the device.

@@ -83,7 +83,7 @@ def test_one_process_alone_is_told_what_it_loses_and_where_its_time_goes() -> No
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_balanced_run_is_told_what_its_time_is_spent_on(ranks: int) -> None:
     verdict = balance_text(balance(ranks)).splitlines()[0]
-    assert verdict == "Load balance: balanced; 60 % of the time in the model, nothing costs 10 % or more"
+    assert verdict == "Load balance: balanced; 60 % of the time in the model, nothing is worth looking for"
 
 
 def test_every_cause_has_its_sentence() -> None:
