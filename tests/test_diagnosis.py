@@ -201,6 +201,9 @@ def test_workers_that_only_seem_to_keep_up_are_slow_too() -> None:
     some = np.where(np.arange(STEPS) % 10 == 0, 30.0, 0.0)
     times = made(data=on(0, seconds=some) + on(1, seconds=40.0))
     assert told(diagnose(times)) == [("slow_data", ())]
+    # Of many ranks one that hesitates now and then is no slow one.
+    some = on(5, of=8, seconds=some) + on(1, of=8, seconds=40.0)
+    assert told(diagnose(made(8, data=some))) == [("slow_data_on_rank", (1,))]
     # Without workers nobody catches up: rank 0 reads that long.
     assert told(diagnose(dataclasses.replace(times, workers=[0, 0]))) == [("slow_data_on_rank", (1,))]
 
