@@ -141,6 +141,8 @@ def test_computing_on_cpus_is_told_from_a_fifth_on(seconds: float, causes: list[
     assert told(diagnose(times)) == [("slow_compute_on_rank", (1,))]
     on_cpus = dataclasses.replace(times, places=[("host0", "cpu")] * 2)
     assert [finding.cause for finding in diagnose(on_cpus)] == causes
+    as_usual = dataclasses.replace(on_cpus, processor=np.array([1.0, 0.9]))  # a tenth is noise
+    assert [finding.cause for finding in diagnose(as_usual)] == causes
     shared = dataclasses.replace(on_cpus, processor=np.array([1.0, 0.8]))  # another process has the core of rank 1
     assert told(diagnose(shared)) == [("slow_compute_on_rank", (1,))]
 
@@ -230,6 +232,19 @@ def test_shares_are_of_the_time_that_a_few_long_validations_take_too() -> None:
     assert shares["slow_communication"] == pytest.approx(50.0 / step, abs=0.02)
 
 
+def test_a_pause_in_the_largest_batch_does_not_make_work_uneven() -> None:
+    for seed in range(10):
+        cost = np.random.default_rng(seed).uniform(50, 150, (STEPS, 2))
+        pause = np.where(cost == cost[:, 1].max(), 5000.0, 0.0)
+        assert diagnose(made(cost=cost, forward=pause, seed=seed)) == []
+
+
+def test_noise_of_single_steps_does_not_change_what_a_slow_rank_costs() -> None:
+    """Where both ranks differ from step to step by a third, each is the slower one in some of them."""
+    shares = [one(made(noise=0.3, forward=on(1, seconds=30.0), seed=seed)).share for seed in range(10)]
+    assert np.mean(shares) == pytest.approx(30 / 122, rel=0.12)
+
+
 def test_noise_that_comes_and_goes_is_no_slow_rank() -> None:
     """Another job takes half of a core for a while; over the run that comes to a seventh of the time."""
     busy = np.where((np.arange(STEPS) >= 30) & (np.arange(STEPS) < 50), 90.0, 0.0)
@@ -270,6 +285,11 @@ def test_larger_samples_on_a_rank_are_uneven_work() -> None:
     finding = one(made(cost=[[100, 200]], forward=on(1, seconds=30.0), backward=on(1, seconds=60.0)))
     assert (finding.cause, finding.ranks) == ("uneven_work", (1,))
     assert "100 % more work" in finding.evidence and "BalancedBatchSampler" in finding.advice
+
+
+def test_a_few_more_samples_that_are_much_larger_are_uneven_work() -> None:
+    times = made(samples=[[8, 9]], cost=[[100, 200]], forward=on(1, seconds=30.0), backward=on(1, seconds=60.0))
+    assert told(diagnose(times)) == [("uneven_work", (1,))]
 
 
 def test_batches_that_are_large_in_turn_concern_no_rank() -> None:
@@ -363,13 +383,22 @@ def test_hosts_and_ranks_of_a_large_group_are_shortened() -> None:
     ("seconds", "chronic"),
     [
         (every(10, 500.0), True),
+        (every(30, 1500.0), True),
         (every(60, 3000.0), False),
         (every(10, 1000.0, after=60), True),
         (every(10, 1000.0)[::-1] * (np.arange(STEPS) < 60), False),
         (every(STEPS, 5000.0), False),
         (every(STEPS, 5000.0)[::-1], False),
     ],
-    ids=["often", "twice", "since half", "until half", "once at the end", "once at the beginning"],
+    ids=[
+        "often",
+        "in every second part",
+        "twice",
+        "since half",
+        "until half",
+        "once at the end",
+        "once at the beginning",
+    ],
 )
 def test_chronic_is_what_goes_on(seconds: Floats, chronic: bool) -> None:
     for times in (made(checkpoint=on(0, seconds=seconds)), made(checkpoint=seconds[:, None])):
