@@ -36,9 +36,12 @@ class Gathers:
 
     def __init__(self) -> None:
         self.asked: list[tuple[bytes, Callable[[list[Any]], None]]] = []
+        self.closed = False  # the ranks meet no more
         self._settling = False
 
     def ask(self, value: Any, then: Callable[[list[Any]], None]) -> None:
+        if self.closed:
+            raise CallbackError("run.gather was called in on_fit_end or teardown: ask at the end's on_save_point.")
         if self._settling:
             raise CallbackError("run.gather was called in what another run.gather calls: that is for rank 0 alone.")
         # Here, where the hook that asks can fail alone; in the collective the other ranks would wait for it.

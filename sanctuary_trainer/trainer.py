@@ -414,6 +414,7 @@ class Trainer:
             if run.verb == "fit":
                 stack.callback(lambda: run.callbacks.on_fit_end(run))
             run.recovery.close()
+            run.gathers.closed = True
             run.executor, run.execute = None, _over  # DDP's hooks leave the parameters with the executor
 
 

@@ -23,6 +23,7 @@ from sanctuary_trainer.callback import (
     with_defaults,
 )
 from sanctuary_trainer.errors import CallbackError
+from tests.small_tasks import Line, Numbers, floats, loader, quiet_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN: Any = types.SimpleNamespace()
@@ -418,3 +419,10 @@ def test_the_built_in_callbacks_are_exactly_what_is_there() -> None:
         assert issubclass(getattr(package, name), Callback)
     with pytest.raises(AttributeError, match="ProgresBar"):
         package.ProgresBar  # noqa: B018
+
+
+@pytest.mark.parametrize("hook", ["on_fit_end", "teardown"])
+def test_what_is_gathered_when_the_ranks_meet_no_more_is_refused(hook: str) -> None:
+    late = type("Late", (Callback,), {hook: lambda self, run: run.gather(1, print)})
+    with pytest.raises(CallbackError, match="in on_fit_end or teardown: ask at"):
+        quiet_trainer(max_epochs=1, callbacks=[late()]).fit(Line(), loader(Numbers(floats([1.0, 2.0]))))
