@@ -71,7 +71,7 @@ class LoadBalance(Callback):
         self._steps, self._check = 0, LEAST_STEPS
         self._draw, self._sampled = random.Random(0), 0  # alike on all ranks
         self._shown = time.monotonic()
-        self._last_processor = time.process_time()
+        self._processor = self._last_processor = 0.0  # at the last sync, and at that before the first row
 
     def on_fit_start(self, run: Run) -> None:
         self._reset()
@@ -90,7 +90,9 @@ class LoadBalance(Callback):
 
     def on_before_optimizer_step(self, run: Run) -> None:
         clock, before, sampled = run.clock, self._totals, True
-        self._totals = clock.totals()
+        self._totals, self._processor = clock.totals(), time.process_time()
+        if before is None:
+            self._last_processor = self._processor
         on_device = run.device.type != "cpu"
         if on_device or (run.executor is not None and run.executor.needs_sampling):
             sampled, place, self._steps = clock.sampling, self._steps % SAMPLE_EVERY, self._steps + 1
@@ -145,20 +147,19 @@ class LoadBalance(Callback):
             ends = [trail.seconds() for trail in self._trails]
             begins = [{}] * len(ends)
         memory_bytes, memory_share = rank_memory(run.device)
-        processor = time.process_time()
         measured = Measured.of(
             begins,
             ends,
             samples=self._samples,
             cost=self._costs,
             # Where not all steps are rows, it is not known which part of it they took.
-            processor_seconds=None if self._steps else processor - self._last_processor,
+            processor_seconds=None if self._steps else self._processor - self._last_processor,
             memory_bytes=memory_bytes,
             memory_share=memory_share,
             workers=None if run.train_loader is None else run.train_loader.num_workers,
             **self._place,
         )
-        self._last_processor = processor
+        self._last_processor = self._processor
         self._begins, self._ends, self._trails, self._samples, self._costs = [], [], [], [], []
         run.gather(measured, partial(self._hear, run))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from sanctuary_trainer import LAPS, Callback, FitResult, Run, TaskError, VisionTask
+from sanctuary_trainer import LAPS, Callback, FitResult, Measured, Run, TaskError, VisionTask, clock
 from sanctuary_trainer.callbacks import Checkpoint, LoadBalance
 from sanctuary_trainer.callbacks.load_balance import curves
 from sanctuary_trainer.callbacks.rank_memory import rank_memory
@@ -167,6 +167,34 @@ def test_the_time_of_checkpoints_is_theirs(spend: Spend, run_folder: Path) -> No
     assert result.balance is not None
     assert result.balance.verdict == "slow_checkpoint"
     assert milliseconds(result)["forward"] == pytest.approx(10)
+
+
+def test_the_processors_time_is_that_of_the_steps_alone(
+    spend: Spend, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of sanity validation and the first step, in which much is made ready, nor of what follows the last."""
+    heard: list[Measured] = []
+
+    class Hears(LoadBalance):
+        def _hear(self, run: Run, of_ranks: list[Measured]) -> None:
+            heard.extend(of_ranks)
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, run: Run) -> None:
+            spend(64.0)
+
+    monkeypatch.setattr("time.process_time", lambda: clock.perf_counter())  # a process that always computes
+    loader, val = DataLoader(Samples(100, spend, 0.25), 4), [torch.zeros(1, 3, 2, 2)]
+    trainer = quiet_trainer(
+        max_epochs=1,
+        log_every_n_steps=10,
+        num_sanity_val_steps=1,
+        project_dir=run_folder,
+        callbacks=[Hears(), Ends()],
+    )
+    trainer.fit(Pooled(spend, 0.5, 0.5, validation=64.0), loader, val)
+    assert sum(measured.processor_seconds or 0.0 for measured in heard) == pytest.approx(24 * 2.0)
+    assert sum(float(measured.seconds.sum()) for measured in heard) == pytest.approx(24 * 2.0)
 
 
 def test_the_report_is_printed_and_lies_in_the_run_folder(
