@@ -157,6 +157,7 @@ def test_communication_is_what_the_slowest_rank_waits_for_too(message: float, ca
 def test_memory_that_is_nearly_full_is_told_after_what_costs_time() -> None:
     times = dataclasses.replace(made(data=on(1)), memory=[0.5, 0.95])
     assert told(diagnose(times)) == [("slow_data_on_rank", (1,)), ("memory_nearly_full", (1,))]
+    assert diagnose(dataclasses.replace(made(), memory=[0.5, 0.91])) == []
     without = dataclasses.replace(made(steps=0), memory=[0.95, 0.99])
     assert told(diagnose(without)) == [("memory_nearly_full", (0, 1))]
     assert "rank 1 (host host0, cuda:1) holds 99 %" in diagnose(without)[0].evidence
@@ -263,6 +264,13 @@ def test_in_a_long_run_what_comes_and_goes_often_enough_is_told() -> None:
     busy = np.where(np.arange(4000) % 500 < 150, 90.0, 0.0)
     finding = one(made(steps=4000, forward=on(1, seconds=busy)))
     assert (finding.cause, finding.ranks) == ("slow_compute_on_rank", (1,))
+
+
+def test_what_began_late_in_a_long_run_is_told() -> None:
+    """An eighth of it, which in a short run may be another job's."""
+    late = np.where(np.arange(4000) >= 3500, 400.0, 0.0)
+    assert told(diagnose(made(steps=4000, forward=on(1, seconds=late)))) == [("slow_compute_on_rank", (1,))]
+    assert diagnose(made(forward=on(1, seconds=late[::33][:STEPS]))) == []
 
 
 # Unequal work
