@@ -34,12 +34,12 @@ class Checkpoint(Callback):
         mode: "min" or "max"; demanded with a monitor.
         save_top_k: how many are kept; -1: all; 0: none but the last (see `save_last`).
         save_last: a link `last` to the newest, which is kept though it may not be among the best.
-        every_n_steps, every_n_epochs, every: when one is due; several may be given. `every`: a `timedelta` or seconds,
-            by rank 0's clock. With none of them: every epoch. With a monitor only where it has a new value.
+        every_n_steps: one is due after every so many; with a monitor, here and below, only where it has a new value.
+        every_n_epochs: and after every so many; with none of the three: every epoch.
+        every: and after a `timedelta` or seconds, by rank 0's clock.
         on_exception: also when an error ends the run, where it can be continued exactly: between two steps.
         weights_only: nothing but weights, from which no run can go on.
-        save_pretrained: also write the task's transformers models as `from_pretrained` reads them, each to a folder
-            named as the task's attribute.
+        save_pretrained: also write the task's transformers models for `from_pretrained`, each to the attribute's name.
 
     Raises:
         SettingsError: a setting is wrong, two contradict each other, or nothing logs the monitor.

@@ -46,8 +46,9 @@ class ClassificationDashboard(Callback):
         num_images: how many of the most confident mistakes and of the highest losses are shown, at most 64; 0 for none.
         num_train_images: how many images of an epoch's first batch are shown, at most 64; 0 for none.
         max_scalars: classes that may have a scalar each.
-        mean, std: with which the images were normalised, one value or one for each channel, so that they are shown as
+        mean: with which the images were normalised, one value or one for each channel, so that they are shown as
             `images * std + mean` in [0, 1]; None where they are in [0, 1] or uint8.
+        std: the same.
         images: called with (batch, outputs) of a validation batch, and with (batch, None) of a training batch; returns
             (B, C, H, W) with 1 or 3 channels, float or uint8.
         logits: called with (batch, outputs); returns (B, K).

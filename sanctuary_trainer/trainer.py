@@ -85,17 +85,22 @@ class Trainer:
     """Trains, evaluates and predicts with a `VisionTask`, on one process or on many.
 
     Args:
-        max_epochs, max_steps: limits of a fit; at least one of these and `max_time` is required.
-        max_time: seconds, a `timedelta`, or "DD:HH:MM:SS".
-        min_epochs, min_steps: a stop that a callback or `max_time` asks for waits for these.
+        max_epochs: limit of a fit; at least one of this, `max_steps` and `max_time` is required.
+        max_steps: limit of a fit, in optimizer updates.
+        max_time: limit of a fit: seconds, a `timedelta`, or "DD:HH:MM:SS".
+        min_epochs: a stop that a callback or `max_time` asks for waits for so many epochs.
+        min_steps: and for so many steps.
         gradient_accumulation_steps: batches on each rank in one step; None: what the launcher says, else 1.
-        gradient_clip_val, gradient_clip_algorithm: clip the finished gradients by "norm" or by "value".
+        gradient_clip_val: clip the finished gradients to it.
+        gradient_clip_algorithm: by "norm" or by "value".
         val_check_interval: int: validate every that many steps, counted across epochs; float: every that fraction of an
             epoch's steps; None: at the end of an epoch.
         check_val_every_n_epoch: validate in every that many epochs.
         num_sanity_val_steps: rounds of validation before training, which leave no trace.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: int: that many batches on
-            each rank; float in [0, 1]: that fraction of the loader.
+        limit_train_batches: int: that many batches on each rank; float in [0, 1]: that fraction of the loader.
+        limit_val_batches: the same of a validation loader.
+        limit_test_batches: of a test loader.
+        limit_predict_batches: of a prediction loader.
         overfit_batches: train on this much of the loader, unshuffled, the same in every epoch; limits validation too.
         fast_dev_run: run everything once (True) or for that many steps, tracker included, in a temporary folder.
         log_every_n_steps: steps between two points of the curves.
@@ -113,7 +118,8 @@ class Trainer:
         seed: seeds `random`, numpy and torch at the start, and the order of the data; None: the order is drawn anew.
         deterministic: ask torch for deterministic algorithms.
         log_with: "tensorboard", another tracker that accelerate knows, several of them, or None for none.
-        project_dir, run_name: the run's folder is `project_dir/run_name`; the name is the task's with a number if None.
+        project_dir: the run's folder is `project_dir/run_name`.
+        run_name: None: the task's name with a number.
         callbacks: instances, or names given by `register_callback`.
         default_callbacks: add the progress bar and the summary.
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import io
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", flags=re.MULTILINE | re.DOTALL)
 COMPARED = ROOT / "docs" / "comparison.md"  # its scripts need the other trainers
 
@@ -76,3 +77,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["sanctuary_trainer", "sanctuary_trainer.callbacks", "sanctuary_trainer.tasks"])
+def test_the_reference_holds_every_public_name_once(name: str) -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    named = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", pages, flags=re.MULTILINE)
+    assert sorted(named) == sorted(importlib.import_module(name).__all__)
