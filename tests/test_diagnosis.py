@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -446,8 +447,18 @@ def test_the_class_that_takes_most_of_it_is_named() -> None:
 # A long run
 
 
-def remembered(steps: int, ranks: int = 2, classes: dict[str, float] | None = None, **more: Any) -> History:
-    """The history of steps as `made` makes them, heard of in pieces; classes: seconds of each step on all ranks."""
+def remembered(
+    steps: int,
+    ranks: int = 2,
+    classes: dict[str, float] | None = None,
+    processor: Sequence[float] | None = None,
+    **more: Any,
+) -> History:
+    """The history of steps as `made` makes them, heard of in pieces.
+
+    classes: seconds of each step on all ranks.
+    processor: by rank, seconds of it in each step.
+    """
     times, history, of_classes = made(ranks, steps=steps, **more), History(), classes or {}
     for begin in range(0, steps, 50):
         part = slice(begin, begin + 50)
@@ -459,7 +470,7 @@ def remembered(steps: int, ranks: int = 2, classes: dict[str, float] | None = No
                     + np.array([0.0] * len(LAPS) + list(of_classes.values()), np.float32),
                     samples=times.samples[part, rank].tolist(),
                     cost=times.cost[part, rank].tolist(),
-                    processor_seconds=None,
+                    processor_seconds=None if processor is None else processor[rank] * len(times.laps[part]),
                     memory_bytes=0,
                     memory_share=0.0,
                     host="host0",
@@ -498,6 +509,14 @@ def test_the_history_of_a_long_run_is_bounded(ranks: int, rows: int) -> None:
     assert rows / 2 - 50 < len(history.rows) <= rows
     assert history.balance().steps == steps
     assert len(history.recent) == 200
+
+
+@pytest.mark.parametrize("steps", [100, 20_000])
+def test_the_processors_time_is_compared_with_a_ranks_own_work(steps: int) -> None:
+    """Rank 0 works for 90 of its step and waits for 92, in which it needs no processor."""
+    balance = remembered(steps, noise=0.0, forward=on(1, seconds=90.0), processor=(88.2, 90.0)).balance()
+    assert told(list(balance.findings)) == [("slow_compute_on_rank", (1,))]
+    assert "it had 0.50 s of processor for each second of work, the others 0.98" in balance.findings[0].evidence
 
 
 @pytest.mark.parametrize("recent", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sanctuary_trainer import LAPS, Callback, FitResult, Measured, Run, TaskError, VisionTask, clock
 from sanctuary_trainer.callbacks import Checkpoint, LoadBalance
-from sanctuary_trainer.callbacks.load_balance import curves
+from sanctuary_trainer.callbacks.load_balance import _cores, curves
 from sanctuary_trainer.callbacks.rank_memory import rank_memory
 from tests.small_tasks import quiet_trainer
 
@@ -227,6 +228,43 @@ def test_what_is_severe_is_told_at_once_and_once(
     assert text.startswith("Load balance: the process waits for data")
 
 
+def test_what_costs_less_than_a_quarter_or_is_over_waits_for_the_end(
+    spend: Spend, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class BeginsSlowly(Callback):
+        def on_train_step_end(self, run: Run) -> None:
+            if run.state.global_step < 15:
+                spend(0.1)
+
+    class Listens(Callback):
+        def on_train_epoch_end(self, run: Run) -> None:
+            assert capsys.readouterr().out == ""
+
+    small = fit(Pooled(spend, 0.008), spend, run_folder, data=0.0005, steps=100, callbacks=[Listens()])
+    capsys.readouterr()
+    early = fit(Pooled(spend, 0.01), spend, run_folder / "early", steps=100, callbacks=[BeginsSlowly(), Listens()])
+    assert small.balance is not None and early.balance is not None
+    assert (small.balance.verdict, early.balance.verdict) == ("slow_data", "slow_callbacks")
+    assert small.balance.findings[0].share == pytest.approx(0.2)
+    assert early.balance.findings[0].share > 0.5 and not early.balance.findings[0].chronic
+
+
+def test_the_picture_is_shown_now_and_then_and_at_the_end(
+    spend: Spend, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def steps_of(name: str) -> list[int]:
+        fit(Pooled(spend, 0.01), spend, run_folder, steps=25, log_with="tensorboard", run_name=name)
+        return [
+            image.step for image in EventAccumulator(str(run_folder / name)).Reload().Images("balance/time_of_ranks")
+        ]
+
+    assert steps_of("short") == [25]
+    monkeypatch.setattr("sanctuary_trainer.callbacks.load_balance.SHOW_SECONDS", 0.0)
+    assert sorted(set(steps_of("long"))) == [10, 20, 25]
+
+
 def test_a_second_fit_with_the_same_instance_begins_anew(spend: Spend, run_folder: Path) -> None:
     balance = LoadBalance()
 
@@ -336,6 +374,35 @@ def test_memory_of_a_process_is_what_it_holds() -> None:
     after, _ = rank_memory(torch.device("cpu"))
     assert 250e6 < after - before < 300e6
     assert held.sum() == 64_000_000
+
+
+def test_a_limit_of_the_process_or_of_its_control_group_is_what_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    former, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (int(mapped / 0.95), hard))
+    try:
+        assert rank_memory(cpu)[1] == pytest.approx(0.95, abs=0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (former, hard))
+    group = {"max": "1000\n", "current": "1170\n", "stat": "anon 970\nfile 200\ninactive_file 200\n"}
+
+    def read(path: str) -> str:
+        kind = path.removeprefix("/sys/fs/cgroup/memory.")
+        return group[kind] if kind != path else Path(path).read_text()
+
+    monkeypatch.setattr("sanctuary_trainer.callbacks.rank_memory._read", read)
+    assert rank_memory(cpu)[1] == pytest.approx(0.97)
+    group["max"] = "max\n"
+    assert rank_memory(cpu)[1] < 0.97
+
+
+def test_a_rank_has_the_cores_that_it_is_bound_to_or_its_part_of_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for bound, cores in ((16, 4), (6, 6)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, bound=bound: set(range(bound)))
+        assert _cores() == cores
 
 
 @pytest.mark.gpu
