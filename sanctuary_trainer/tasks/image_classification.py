@@ -10,7 +10,7 @@ A batch is (images, labels), or a mapping as Hugging Face's image processors and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch.nn.functional as F
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.task import VisionTask
+from sanctuary_trainer.tasks.batch_fields import images_of, labels_of
 from sanctuary_trainer.tasks.fitting import adamw_with_warm_up, check_rates, count_classes, name_classes
 from sanctuary_trainer.tasks.model_inputs import inputs_of
 from sanctuary_trainer.tasks.named_models import make_model
 from sanctuary_trainer.tasks.processors import image_processor_of
 
-IMAGE_KEYS = ("pixel_values", "images", "image")
-LABEL_KEYS = ("labels", "label")
 MANY = 10  # classes, from which on the accuracy among the five best tells something too
 
 
@@ -105,12 +104,12 @@ class ImageClassification(VisionTask):
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = _images(batch), _labels(batch)
+        images, labels = images_of(batch), labels_of(batch)
         return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Logits (B, K), for callbacks that look at them."""
-        images, labels = _images(batch), _labels(batch)
+        images, labels = images_of(batch), labels_of(batch)
         logits: Tensor = self(images)
         self.accuracy.update(logits.argmax(1), labels)
         self.log("loss", F.cross_entropy(logits, labels))
@@ -122,32 +121,8 @@ class ImageClassification(VisionTask):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Probabilities (B, K). The batch may also be images alone."""
-        logits: Tensor = self(_images(batch))
+        logits: Tensor = self(images_of(batch))
         return logits.float().softmax(1)
 
     def configure_optimizers(self) -> dict[str, Any]:
         return adamw_with_warm_up(self, self.lr, self.weight_decay)
-
-
-def _images(batch: Any) -> Tensor:
-    if isinstance(batch, Tensor):
-        return batch
-    return _field(batch, 0, IMAGE_KEYS, "images")
-
-
-def _labels(batch: Any) -> Tensor:
-    return _field(batch, 1, LABEL_KEYS, "labels")
-
-
-def _field(batch: Any, place: int, keys: Sequence[str], what: str) -> Tensor:
-    if isinstance(batch, Mapping):
-        found = next((batch[key] for key in keys if key in batch), None)
-    else:
-        found = batch[place] if isinstance(batch, Sequence) and len(batch) > place else None
-    if not isinstance(found, Tensor):
-        has = f"with the keys {list(batch)}" if isinstance(batch, Mapping) else f"of type {type(batch).__name__}"
-        raise TaskError(
-            f"The batch {has} holds no tensor of {what}; expected (images, labels) or a mapping with one of "
-            f"{', '.join(IMAGE_KEYS)} and one of {', '.join(LABEL_KEYS)}."
-        )
-    return found
