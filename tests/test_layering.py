@@ -76,7 +76,7 @@ ROOMS = {
     "feed": 120,
     "telling": 120,
     "run": 200,
-    "saving": 180,
+    "saving": 185,
     "resuming": 180,
     "loops": 150,
     "building": 250,
