@@ -115,10 +115,8 @@ def _written(run: Run, group: list[Request], ranks: list[bytes], order: int) -> 
             for rank, content in enumerate(ranks if full else ()):
                 write_rank(beside, rank, content)
             if any(request.pretrained for request in group):
-                for name, model in _pretrained(run.task):
-                    model.save_pretrained(beside / name)
-                    if (processor := getattr(run.task, "image_processor", None)) is not None:
-                        processor.save_pretrained(beside / name)  # what a pipeline of the folder needs beside weights
+                for name, part in _pretrained(run.task):
+                    part.save_pretrained(beside / name)
 
         write_checkpoint(folder, run.run_id, about | place, fill)
     except OSError as error:
@@ -149,9 +147,10 @@ def _is_finite(task: torch.nn.Module) -> bool:
 
 
 def _pretrained(task: torch.nn.Module) -> list[tuple[str, Any]]:
-    """The task's transformers models, by the attribute that holds them."""
+    """The task's transformers models, and with each the task's image processor, by the attribute of the model."""
     children = [(name, unwrapped(child)) for name, child in task.named_children()]
-    return [(n, child) for n, child in children if callable(getattr(child, "save_pretrained", None))]
+    processors = [each for each in [getattr(task, "image_processor", None)] if hasattr(each, "save_pretrained")]
+    return [(n, part) for n, child in children if hasattr(child, "save_pretrained") for part in (child, *processors)]
 
 
 def _state(run: Run, full: bool) -> dict[str, Any]:

@@ -8,16 +8,16 @@ trainer.fit(task, data.train_dataloader(), data.val_dataloader())
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.tasks.held_out import Part, hold_out
 from sanctuary_trainer.tasks.image_datasets import of_dataset
-from sanctuary_trainer.tasks.image_sources import ImageFiles, LabelledImages, Source, find_images, of_csv, of_folder
+from sanctuary_trainer.tasks.image_sources import ImageFiles, Source, find_images, of_csv, of_folder
 from sanctuary_trainer.tasks.model_inputs import ModelInputs, plain_inputs
 
 
@@ -80,7 +80,7 @@ class ImageData:
         self.augment, self.transform, self.train_transform = augment, transform, train_transform
         self.class_names: list[str] | None = None
         self._inputs: ModelInputs | None = None
-        self._splits: dict[str, _Part] = {}
+        self._splits: dict[str, Part] = {}
         if root is not None or dataset is not None:
             source = _read(None if root is None else Path(root), dataset, image_column, label_column, download)
             self.class_names = source.class_names
@@ -140,17 +140,10 @@ class ImageData:
         return DataLoader(samples, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
-class _Part(NamedTuple):
-    """Some rows of labelled images."""
-
-    images: LabelledImages
-    rows: Sequence[int]
-
-
 class _Samples(Dataset[Any]):
     """(image, label) by number."""
 
-    def __init__(self, part: _Part, transform: Callable[[Any], Any]) -> None:
+    def __init__(self, part: Part, transform: Callable[[Any], Any]) -> None:
         self.images, self.rows = part
         self.transform = transform
 
@@ -173,30 +166,6 @@ class _Unlabelled(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(self.files(index))
-
-
-def hold_out(source: Source, val_share: float, test_share: float) -> dict[str, _Part]:
-    """The parts to train, validate and test with; a missing one is drawn from training, each class by itself.
-
-    The test is held out only where the source has no split but one. Of each class at least one image is drawn, where a
-    share is asked for, and one stays.
-    """
-    parts = {split: _Part(images, range(len(images.labels))) for split, images in source.splits.items()}
-    shares = {"test": test_share if len(parts) == 1 else 0.0, "val": 0.0 if "val" in parts else val_share}
-    train, labels = parts["train"].images, np.asarray(parts["train"].images.labels)
-    rest, generator = np.arange(len(labels)), np.random.default_rng(0)
-    for split, share in shares.items():
-        drawn = [_draw(rest[labels[rest] == label], share, generator) for label in np.unique(labels)]
-        rows = np.sort(np.concatenate(drawn))
-        if len(rows):
-            parts[split] = _Part(train, rows.tolist())
-            rest = np.setdiff1d(rest, rows)
-    return parts | {"train": _Part(train, rest.tolist())}
-
-
-def _draw(rows: Any, share: float, generator: np.random.Generator) -> Any:
-    wanted = max(round(len(rows) * share), 1) if share else 0
-    return generator.permutation(rows)[: min(wanted, len(rows) - 1)]
 
 
 def _read(
