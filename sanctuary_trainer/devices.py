@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -363,7 +364,7 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
     had_group = dist.is_initialized()
     # Its functions have the world as a default argument. Imported later, as DDP does, it would hold the group for ever,
     # and the group's threads, which release tensors, would abort the process at its end.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
 
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
@@ -373,6 +374,10 @@ def _new_accelerator(mixed_precision: str | None, cpu: bool, timeout: float | No
         dynamo_backend="no",
         kwargs_handlers=handlers,
     )
+    # In a rank that notebook_launcher forked, OpenMP would wait for ever for the notebook's threads: they do not
+    # survive a fork. After accelerate, which sets a number of its own; 1 is what torchrun sets.
+    if isinstance(multiprocessing.current_process(), getattr(multiprocessing.context, "ForkProcess", ())):
+        torch.set_num_threads(1)
     if dist.is_initialized() and not had_group:
         atexit.register(_leave)
     return accelerator
