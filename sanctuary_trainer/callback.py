@@ -362,6 +362,7 @@ _BUILT_IN = {
     "checkpoint": "sanctuary_trainer.callbacks.checkpoint:Checkpoint",
     "classification_dashboard": "sanctuary_trainer.callbacks.classification_dashboard:ClassificationDashboard",
     "oom_fallback": "sanctuary_trainer.callbacks.oom_fallback:OOMFallback",
+    "early_stopping": "sanctuary_trainer.callbacks.early_stopping:EarlyStopping",
     "ema": "sanctuary_trainer.callbacks.ema:EMA",
     "gradient_checkpointing": "sanctuary_trainer.callbacks.gradient_checkpointing:GradientCheckpointing",
     "load_balance": "sanctuary_trainer.callbacks.load_balance:LoadBalance",
@@ -377,8 +378,8 @@ C = TypeVar("C", bound=Callback)
 def register_callback(name: str) -> Callable[[type[C]], type[C]]:
     """Gives a callback class a name by which it can be asked for: `@register_callback("my_policy")`.
 
-    The class must be constructible without arguments. Defining the same class again (a notebook cell) replaces it.
-    Raises CallbackError when the name belongs to another class.
+    Where it is asked for by its name alone, the class must be constructible without arguments. Defining the same class
+    again (a notebook cell) replaces it. Raises CallbackError when the name belongs to another class.
     """
 
     def register(cls: type[C]) -> type[C]:
@@ -395,19 +396,33 @@ def register_callback(name: str) -> Callable[[type[C]], type[C]]:
 
 
 def get_callback(callback: object) -> Callback:
-    """The callback itself, or a new one of the class that has this name: registered, built in, or an entry point of an
-    installed package (group "sanctuary_trainer.callbacks"). Raises CallbackError for anything else."""
+    """The callback itself, or a new one of the class that has this name. Raises CallbackError for anything else."""
     if isinstance(callback, Callback):
         return callback
     if not isinstance(callback, str):
         hint = f"give an instance, {callback.__qualname__}()" if isinstance(callback, type) else "subclass Callback"
         raise CallbackError(f"{callback!r} is neither a Callback nor the name of one: {hint}.")
-    cls: Any = _registered.get(callback)
-    if cls is None:
-        cls = pkgutil.resolve_name(_BUILT_IN[callback]) if callback in _BUILT_IN else _load_entry_point(callback)
-    if not (isinstance(cls, type) and issubclass(cls, Callback)):
-        raise CallbackError(f"The callback name {callback!r} leads to {cls!r}, which is not a subclass of Callback.")
+    cls = callback_class(callback)
+    parameters = inspect.signature(cls).parameters.values()
+    demanded = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    if demanded:
+        raise CallbackError(
+            f"The callback {callback!r} needs {', '.join(demanded)}: give an instance, {cls.__name__}(...)."
+        )
     return cls()
+
+
+def callback_class(name: str) -> type[Callback]:
+    """The class of this name: registered, built in (also by the class's own name), or an entry point of an installed
+    package (group "sanctuary_trainer.callbacks"). Raises CallbackError for anything else."""
+    cls: Any = _registered.get(name)
+    if cls is None:
+        own = {path.rpartition(":")[2]: path for path in _BUILT_IN.values()}
+        path = _BUILT_IN.get(name) or own.get(name)
+        cls = _load_entry_point(name) if path is None else pkgutil.resolve_name(path)
+    if not (isinstance(cls, type) and issubclass(cls, Callback)):
+        raise CallbackError(f"The callback name {name!r} leads to {cls!r}, which is not a subclass of Callback.")
+    return cls
 
 
 def _load_entry_point(name: str) -> object:

@@ -31,7 +31,7 @@ ROOMS = {
     "diagnosis": 275,
     "balance": 75,
     "history": 95,
-    "callback": 290,
+    "callback": 300,
     "devices": 300,
     "asked": 60,
     "plain": 60,

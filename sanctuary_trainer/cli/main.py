@@ -1,5 +1,6 @@
 """`sanctuary`: what can be typed, and where each command lives.
 
+    sanctuary fit|validate|test|predict    cli/run_task.py
     sanctuary demo         cli/demo.py
     sanctuary dashboard    cli/dashboard.py
 
@@ -17,6 +18,12 @@ from pathlib import Path
 from sanctuary_trainer import __version__
 from sanctuary_trainer.errors import SanctuaryError
 
+VERBS = {
+    "fit": "train a task",
+    "validate": "evaluate a task on its validation data",
+    "test": "evaluate a task on its test data",
+    "predict": "predict, and write the predictions to a folder",
+}
 DEMO = """\
 Train a small convolutional network on real images, and test it on images that it has not seen.
 
@@ -38,7 +45,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "sanctuary") -> 
     Returns:
         The exit code: 0; 2 for what the user can put right; 130 when interrupted.
     """
-    chosen = _parser(program).parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in VERBS:
+        return _verb(given[0], given[1:], program)
+    chosen = _parser(program).parse_args(given)
     try:
         if chosen.command == "demo":
             _demo(chosen, program)
@@ -51,6 +61,26 @@ def main(arguments: Sequence[str] | None = None, program: str = "sanctuary") -> 
         return 2
     except KeyboardInterrupt:
         print(f"{program} {chosen.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _verb(verb: str, flags: Sequence[str], program: str) -> int:
+    debug = "--debug" in flags
+    # Of several processes one a machine says what all of them met; what only one rank met is told by that rank.
+    says = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        from sanctuary_trainer.cli import run_task
+
+        run_task.run(verb, [flag for flag in flags if flag != "--debug"], program)
+    except (SanctuaryError, OSError) as error:
+        if debug:
+            raise
+        if says:
+            print(f"{program} {verb}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program} {verb}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -77,6 +107,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Train and look at vision models.")
     parser.add_argument("--version", action="version", version=f"sanctuary_trainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+
+    for verb, text in VERBS.items():  # their flags depend on the task: see run_task
+        commands.add_parser(verb, help=text, add_help=False)
 
     demo = commands.add_parser(
         "demo",

@@ -41,7 +41,7 @@ def test_the_module_is_the_command() -> None:
 
 def test_no_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code([]) == 2
-    assert "{demo,dashboard}" in capsys.readouterr().err
+    assert "{fit,validate,test,predict,demo,dashboard}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["demo", "--processes", "0"], ["demo", "--epochs", "two"]])
