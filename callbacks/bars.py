@@ -1,6 +1,6 @@
-"""How progress is drawn on stderr: a `Bar` where a line can be drawn again, whole `Lines` elsewhere.
+"""How progress is drawn: a `Bar` on a terminal, a `CellLine` in a notebook, whole `Lines` of stderr elsewhere.
 
-Both are told how far it is as often as one likes (`draw`), may leave time out (`pause`), and end with or without
+All are told how far it is as often as one likes (`draw`), may leave time out (`pause`), and end with or without
 leaving a line (`close`). `keep_output_above` makes room for what others print while a bar is on the terminal's line.
 """
 
@@ -13,29 +13,39 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, cast
+from uuid import uuid4
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     Tqdm = tqdm[Any]
 else:
     Tqdm = tqdm
 
-IN_NOTEBOOK = any("notebook" in base.__module__ for base in tqdm.__mro__)
 LONGEST_SILENCE = 60.0  # seconds without a line in a log file, after which a run looks dead
 # The values before the times: a line that is too long for the terminal loses its end.
 KNOWN_END = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
 OPEN_END = "{desc}: {n_fmt} batches{postfix} [{elapsed}, {rate_fmt}]"
 MOST_VALUES = 12  # in a line
+MOST_LINES = 50  # of finished epochs in a notebook's cell; the whole of them is sent at each drawing
 
 
-def can_redraw() -> bool:
-    """Whether stderr is a terminal or a notebook, where a line can be drawn again."""
-    return IN_NOTEBOOK or (sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
+def on_terminal() -> bool:
+    """Whether stderr is a terminal, where a line can be drawn again."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def notebook_shell() -> Any:
+    """The IPython shell of the notebook that this process runs the cells of; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    kernel = getattr(shell, "kernel", None)
+    # A process forked from a kernel (notebook_launcher) may print, but a kernel shows no displays of its children.
+    return None if kernel is None or kernel.session.pid != os.getpid() else shell
 
 
 class Bar(Tqdm):
-    """One line of a terminal, or a widget of a notebook, drawn when it is told to.
+    """One line of a terminal, drawn when it is told to.
 
     title: stands before the bar. total: batches, None when unknown. batches: done already when it is opened.
     began: time.perf_counter() from which its time counts.
@@ -45,14 +55,12 @@ class Bar(Tqdm):
     _instances: ClassVar[Iterable[Any]]  # all open bars of the process, as tqdm keeps them
 
     def __init__(self, title: str, total: int | None, batches: int, began: float) -> None:
-        where: dict[str, Any] = {}
-        if not IN_NOTEBOOK:
-            terminal = sys.stderr.behind if isinstance(sys.stderr, _Above) else sys.stderr
-            columns, lines = os.get_terminal_size(terminal.fileno())
-            where = {"file": terminal, "dynamic_ncols": True}
-            if columns == 0 or lines < 3:
-                # Some pseudo-terminals have 0 columns and lines, and tqdm would find no room in them.
-                where |= {"dynamic_ncols": False, "ncols": (columns or 80) - 1, "nrows": 20}
+        terminal = sys.stderr.behind if isinstance(sys.stderr, _Above) else sys.stderr
+        columns, lines = os.get_terminal_size(terminal.fileno())
+        where: dict[str, Any] = {"file": terminal, "dynamic_ncols": True}
+        if columns == 0 or lines < 3:
+            # Some pseudo-terminals have 0 columns and lines, and tqdm would find no room in them.
+            where |= {"dynamic_ncols": False, "ncols": (columns or 80) - 1, "nrows": 20}
         # All bars stand on position 0: the evaluation's covers the epoch's until it is closed.
         super().__init__(
             desc=title,
@@ -85,8 +93,6 @@ class Bar(Tqdm):
     def close(self, keep: bool = False) -> None:
         """Ends the line, or clears it."""
         self.leave = keep
-        if not keep:
-            self.total = None  # a notebook leaves a bar that has not reached its total
         super().close()
 
     @classmethod
@@ -139,22 +145,83 @@ class Lines:
             sys.stderr.flush()
 
 
+class CellOutput:
+    """One output of a notebook's cell, drawn again in place: lines that stay, and below them the running one.
+
+    It is text, which needs no widgets and is still there when the notebook is saved or converted.
+    """
+
+    def __init__(self) -> None:
+        self._display_id, self._shown = f"progress-{uuid4().hex}", False
+        self._kept: list[str] = []
+
+    def show(self, running: str) -> None:
+        """Draws `running` in place of the line that was running."""
+        text = "\n".join([*self._kept[-MOST_LINES:], running]).strip()
+        place = {"display_id": self._display_id}
+        notebook_shell().display_pub.publish({"text/plain": text}, transient=place, update=self._shown)
+        self._shown = True
+
+    def keep(self, line: str) -> None:
+        """Lets a line stay; the next one runs below it."""
+        self._kept.append(line)
+        self.show("")
+
+
+class CellLine:
+    """The running line of a notebook's output. output: where it is drawn; the other arguments are a Bar's."""
+
+    def __init__(self, title: str, total: int | None, batches: int, began: float, output: CellOutput) -> None:
+        self._title, self._first, self._began, self._output = title, batches, began, output
+        self._text = ""
+
+    def draw(self, batches: int, total: int | None, values: Mapping[str, float | str], samples: int = 0) -> None:
+        """batches: done; samples: done since it was opened, not shown here; values: shown behind the numbers."""
+        self._text = tqdm.format_meter(
+            batches,
+            cast(int, total),  # None is fine, whatever the stubs say
+            perf_counter() - self._began,
+            initial=self._first,
+            prefix=self._title,
+            unit="batch",
+            postfix=", ".join(_parts(values)),
+            bar_format=OPEN_END if total is None else KNOWN_END,
+        )
+        self._output.show(self._text)
+
+    def pause(self, seconds: float) -> None:
+        """Leaves so many seconds out of its time."""
+        self._began += seconds
+
+    def close(self, keep: bool = False) -> None:
+        """Lets the line stay, or takes it away."""
+        if keep:
+            self._output.keep(self._text)
+        else:
+            self._output.show("")
+
+
 def keep_output_above(visible: Callable[[], Bar | None]) -> Callable[[], None]:
     """From now on all that is printed, warned or logged to the terminal stands above the bar.
 
-    visible: gives the bar on the terminal's line, or None.
+    visible: gives the bar on the terminal's line, or None. Of several (a callback of a fit that predicts) the last one
+        that was told here and shows a bar holds the line, and the others come back when it has ended.
     Returns a function that puts the streams back.
     """
-    exchanged = []
-    for stream in (sys.stdout, sys.stderr):
-        if not IN_NOTEBOOK and stream is not None and stream.isatty():
-            above = cast(TextIO, _Above(stream, visible))
-            _exchange(stream, above)
-            exchanged.append((stream, above))
+    kept = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, _Above) and stream.is_mine():
+            stream.cover(visible)  # one more stand-in before it would take the bars' own drawing for output
+            kept.append(stream)
+        elif stream is not None and stream.isatty():
+            kept.append(_Above(stream, visible))
+            _exchange(stream, cast(TextIO, kept[-1]))
 
     def put_back() -> None:
-        for stream, above in exchanged:
-            _exchange(above, stream)
+        for above in kept:
+            if above.uncover(visible):
+                _exchange(cast(TextIO, above), above.behind)
 
     return put_back
 
@@ -163,14 +230,32 @@ class _Above:
     """Stands in for a terminal's stream: what is written goes above the visible bar instead of into its line."""
 
     def __init__(self, stream: TextIO, visible: Callable[[], Bar | None]) -> None:
-        self.behind, self._visible = stream, visible
+        self.behind, self._stack = stream, [visible]
         self._process = os.getpid()
         self._mid_line = False
 
+    def is_mine(self) -> bool:
+        """Whether it was made in this process: a forked loader worker knows a stale bar only."""
+        return os.getpid() == self._process
+
+    def cover(self, visible: Callable[[], Bar | None]) -> None:
+        """Makes room for the bars of one more run."""
+        if (bar := self._bar()) is not None:
+            bar.clear()
+        self._stack.append(visible)
+
+    def uncover(self, visible: Callable[[], Bar | None]) -> bool:
+        """Forgets the bars of a run; whether they were the last ones."""
+        self._stack.remove(visible)
+        return not self._stack
+
+    def _bar(self) -> Bar | None:
+        return next((bar for visible in reversed(self._stack) if (bar := visible()) is not None), None)
+
     def write(self, text: str) -> int:
-        bar = self._visible()
-        # A forked loader worker knows a stale bar only. Bars of others and ours know each other's lines by themselves.
-        if bar is None or os.getpid() != self._process or not bar.is_alone():
+        bar = self._bar()
+        # Bars of others and ours know each other's lines by themselves.
+        if bar is None or not self.is_mine() or not bar.is_alone():
             return self.behind.write(text)
         with bar.get_lock():  # type: ignore[no-untyped-call]
             if not self._mid_line:

@@ -3,10 +3,10 @@
     terminal   one line, redrawn in place: the running epoch, in its place for a while the running evaluation, then the
                epoch again with the results. The line of a finished epoch stays. What anybody prints, warns or logs
                meanwhile stands above it.
-    notebook   tqdm's widgets in the same order
+    notebook   the same lines as text in one output of the cell, drawn again in place; no widgets are needed
     elsewhere  (stderr is a file or a pipe) whole lines without carriage returns: at quarters of an epoch and at its end
 
-Only rank 0 shows anything, and always on stderr: stdout is left to results. What is shown has been recorded
+Only rank 0 shows anything, and never on stdout, which is left to results. What is shown has been recorded
 (`run.metrics`), so a bar never waits for the device, and the loss changes every `log_every_n_steps` steps; at the end
 of an epoch it is the epoch's mean. "train/" is left out of names: so validation's results fit into 80 columns.
 """
@@ -19,7 +19,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from sanctuary_trainer import Callback
-from sanctuary_trainer.callbacks.bars import Bar, Lines, can_redraw, keep_output_above
+from sanctuary_trainer.callbacks.bars import (
+    Bar,
+    CellLine,
+    CellOutput,
+    Lines,
+    keep_output_above,
+    notebook_shell,
+    on_terminal,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +40,7 @@ LOSSES = ("train/loss_epoch", "train/loss")
 class ProgressBar(Callback):
     """Shows epoch, batches, speed, the training loss, values logged with `prog_bar=True` and validation's results.
 
-    refresh_seconds: in a terminal, time between two drawings of the line at least.
+    refresh_seconds: in a terminal or a notebook, time between two drawings of the line at least.
     line_seconds: elsewhere, time between two lines of one epoch at least.
     """
 
@@ -43,16 +51,17 @@ class ProgressBar(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._epoch: Bar | Lines | None = None
+        self._epoch: Bar | CellLine | Lines | None = None
         self._epoch_title, self._epoch_batches, self._samples_before = "", 0, 0
         self._results: dict[str, float] = {}
         # A pass goes once through the data of an evaluation or of a prediction.
-        self._pass: Bar | Lines | None = None
+        self._pass: Bar | CellLine | Lines | None = None
         self._begin_pass()
 
     def setup(self, run: Run) -> None:
         self._reset()
-        self._live = can_redraw()
+        self._cell = None if notebook_shell() is None else CellOutput()
+        self._live = self._cell is not None or on_terminal()
         # The one test that each batch pays for: when to draw again. Never, on the other ranks.
         self._next = 0.0 if run.is_main else math.inf
         if run.is_main and self._live:
@@ -110,7 +119,9 @@ class ProgressBar(Callback):
             self._put_output_back()
             self._put_output_back = None
 
-    def _new(self, title: str, total: int | None, batches: int, began: float) -> Bar | Lines:
+    def _new(self, title: str, total: int | None, batches: int, began: float) -> Bar | CellLine | Lines:
+        if self._cell is not None:
+            return CellLine(title, total, batches, began, self._cell)
         if self._live:
             return Bar(title, total, batches, began)
         return Lines(title, total, batches, began, self.line_seconds)
