@@ -276,6 +276,33 @@ def test_a_bar_of_somebody_else_has_a_line_of_its_own(open_terminal: OpenTermina
     assert sorted(line[:11] for line in shown if "100%" in line) == ["epoch 1/2: ", "theirs: 100"]
 
 
+@pytest.mark.parametrize("rounds", [8, None])
+def test_a_prediction_inside_a_fit_covers_its_line_and_leaves_one_of_its_own(
+    open_terminal: OpenTerminal, rounds: int | None
+) -> None:
+    terminal = open_terminal()
+    before = sys.stdout, sys.stderr
+    inner = new_run("predict", evaluation_rounds=rounds and 4)
+    inner_hooks = Callbacks(None, [ProgressBar(refresh_seconds=0)])
+
+    def predict(batch_idx: int) -> None:
+        # Begun in the first epoch and ended in the second: a bar is opened while two runs show theirs.
+        if batch_idx == 3 and run.state.epoch == 0:
+            inner_hooks.setup(inner)
+            inner_hooks.on_predict_batch_end(inner, None, None, None)
+            print("inside")
+        if batch_idx == 3 and run.state.epoch == 1:
+            inner_hooks.teardown(inner)
+            print("after")
+
+    run = new_run(train_rounds=rounds, progress_metrics={"train/metric": 0.123456789})
+    fit(ProgressBar(refresh_seconds=0), run, between=predict)
+    shown = screen(terminal.close())
+    assert [re.split(r"[: ]", line)[0] for line in shown] == ["inside", "epoch", "predict", "after", "epoch"]
+    assert shown[2].endswith("batch/s]") and shown[2].count("[") == 1
+    assert (sys.stdout, sys.stderr) == before
+
+
 def test_a_failing_run_leaves_a_whole_line_behind(open_terminal: OpenTerminal) -> None:
     terminal = open_terminal()
 
