@@ -95,7 +95,7 @@ class Section:
 
     def plain(self) -> dict[str, Any]:
         """The arguments as data, for a config file; without those that are None by default."""
-        values = yaml.safe_load(self._parser.dump(self._values, skip_none=False)) or {}
+        values = yaml.safe_load(self._parser.dump(self._values, skip_unset=False)) or {}
         default = self._parser.get_defaults()
         plain: dict[str, Any] = values.get(self.key) or {}
         return {name: value for name, value in plain.items() if (value, default[f"{self.key}.{name}"]) != (None, None)}
