@@ -205,10 +205,12 @@ def test_two_ranks_train_after_a_fit_in_the_same_kernel(notebook: Notebook) -> N
     assert "attempted to send message from fork" not in printed
 
 
+@pytest.mark.slow
 def test_the_example_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
     stored = nbformat.read(EXAMPLE, as_version=4)
     executed = nbformat.read(EXAMPLE, as_version=4)
     nbclient.NotebookClient(
