@@ -1,6 +1,7 @@
 """`sanctuary demo`: train a small network, test it, and leave something to look at.
 
 run
+  configured                 the flags of a `sanctuary fit`; the run's config.yaml does the same again
   train_and_test             here, or in N processes as torchrun starts them, all doing the same
     Trainer.fit, test, predict
   confusion_matrix.png, predictions.csv in the run's folder
@@ -9,6 +10,7 @@ run
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shlex
 import sys
@@ -22,11 +24,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from sanctuary_trainer import Trainer
-from sanctuary_trainer.cli import confusion_matrix
-from sanctuary_trainer.cli.demo_data import Pictures
+from sanctuary_trainer.cli import confusion_matrix, demo_data
+from sanctuary_trainer.cli.configuration import gather
 from sanctuary_trainer.cli.processes import run_in_processes
+from sanctuary_trainer.cli.run_task import FILE, make
 from sanctuary_trainer.cli.small_cnn import SmallCNN
-from sanctuary_trainer.tasks import ImageClassification
+
+Loader = DataLoader[tuple[Tensor, ...]]
 
 BATCH = 64  # images of a step, over all processes
 IMAGES_TO_SEE = 25_000  # in training, as far as 3 to 50 epochs allow
@@ -40,14 +44,52 @@ class Outcome(NamedTuple):
     probabilities: npt.NDArray[np.float32]
 
 
-def run(pictures: Pictures, epochs: int | None, processes: int, project_dir: Path, program: str) -> None:
+class DemoData:
+    """The loaders of the demo's images.
+
+    Args:
+        data: digits, fashion-mnist, or a folder; see `sanctuary demo --help`.
+        batch_size: images of a batch, on each rank.
+
+    Raises:
+        SettingsError, DataError: see `demo_data.read`.
+    """
+
+    def __init__(self, data: str = "digits", batch_size: int = BATCH) -> None:
+        self.pictures = _read.get(data) or demo_data.read(data)
+        self.batch_size, self.class_names = batch_size, self.pictures.names
+
+    def train_dataloader(self) -> Loader:
+        return self._loader(self.pictures.train, shuffle=True)
+
+    def val_dataloader(self) -> Loader | None:
+        return self._loader(self.pictures.val) if len(self.pictures.val) else None
+
+    def test_dataloader(self) -> Loader:
+        return self._loader(self.pictures.test)
+
+    def predict_dataloader(self) -> Loader:
+        return self._loader(self.pictures.test)
+
+    def _loader(self, rows: npt.NDArray[np.int64], shuffle: bool = False) -> Loader:
+        images, labels = torch.from_numpy(self.pictures.images[rows]), torch.from_numpy(self.pictures.labels[rows])
+        return DataLoader(TensorDataset(images, labels), self.batch_size, shuffle=shuffle)
+
+
+_read: dict[str, demo_data.Pictures] = {}  # what was read already, to know whether it can be used
+
+
+def run(
+    data: str, pictures: demo_data.Pictures, epochs: int | None, processes: int, folder: Path, program: str
+) -> None:
     """Train on pictures, write what came out, and say where it is.
 
     Args:
-        pictures: the images.
+        data: where the images come from.
+        pictures: these images.
         epochs: None for so many as suit the number of images.
         processes: how many train together on this machine.
-        project_dir: the run's folder is made in it.
+        folder: the run's folder is made in it.
         program: how the user calls the command line.
 
     Raises:
@@ -55,7 +97,6 @@ def run(pictures: Pictures, epochs: int | None, processes: int, project_dir: Pat
         OSError: a file cannot be written.
     """
     is_main = os.environ.get("RANK", "0") == "0"  # the user may have started this under torchrun
-    epochs = epochs or min(max(round(IMAGES_TO_SEE / len(pictures.train)), 3), 50)
     if is_main:
         for remark in pictures.remarks:
             print(f"{program} demo: warning: {remark}", file=sys.stderr)
@@ -64,38 +105,49 @@ def run(pictures: Pictures, epochs: int | None, processes: int, project_dir: Pat
             f"{len(pictures.val):,} to validate, {len(pictures.test):,} to test",
             flush=True,
         )
-    if processes == 1:
-        outcome = train_and_test(pictures, epochs, project_dir)
-    else:
-        outcome = run_in_processes(processes, train_and_test, pictures, epochs, project_dir)
+    flags = configured(data, pictures, epochs, processes, folder)
+    _read[data] = pictures
+    outcome = train_and_test(flags) if processes == 1 else run_in_processes(processes, train_and_test, flags)
     if is_main:
         _write(pictures, outcome, program)
 
 
-def train_and_test(pictures: Pictures, epochs: int, project_dir: Path) -> Outcome:
-    """Train and test; alone, or as one of several processes."""
-    torch.manual_seed(0)
+def configured(data: str, pictures: demo_data.Pictures, epochs: int | None, processes: int, folder: Path) -> list[str]:
+    """The demo as flags of `sanctuary fit`."""
     _, channels, height, width = pictures.images.shape
-    model = SmallCNN(channels, min(height, width), len(pictures.names))
-    task = ImageClassification(model, class_names=pictures.names, lr=5e-3, label_smoothing=0.1)
-    batch_size = max(BATCH // int(os.environ.get("WORLD_SIZE", "1")), 1)
-    images, labels = torch.from_numpy(pictures.images), torch.from_numpy(pictures.labels)
+    size = {"channels": channels, "side": min(height, width), "num_classes": len(pictures.names)}
+    model = {"class_path": f"{SmallCNN.__module__}.SmallCNN", "init_args": size}
+    ranks = processes if processes > 1 else int(os.environ.get("WORLD_SIZE", "1"))
+    values = {
+        "task": "ImageClassification",
+        "task.model": json.dumps(model),
+        "task.lr": 5e-3,
+        "task.label_smoothing": 0.1,
+        "data": f"{__name__}.DemoData",
+        "data.data": data,
+        "data.batch_size": max(BATCH // ranks, 1),
+        "trainer.max_epochs": epochs or min(max(round(IMAGES_TO_SEE / len(pictures.train)), 3), 50),
+        "trainer.seed": 0,
+        "trainer.project_dir": folder,
+        "trainer.log_every_n_steps": 10,
+    }
+    return [f"--{key}={value}" for key, value in values.items()]
 
-    def loader(rows: npt.NDArray[np.int64], shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(TensorDataset(images[rows], labels[rows]), batch_size, shuffle=shuffle)
 
-    trainer = Trainer(max_epochs=epochs, seed=0, project_dir=project_dir, log_every_n_steps=10)
-    result = trainer.fit(
-        task, loader(pictures.train, shuffle=True), loader(pictures.val) if len(pictures.val) else None
-    )
+def train_and_test(flags: list[str]) -> Outcome:
+    """Train and test; alone, or as one of several processes."""
+    told = gather("fit", flags)
+    assert told.task is not None
+    trainer, task, data = make("fit", told, told.task)
+    result = trainer.fit(task, data=data)
     quiet = Trainer(seed=0, default_callbacks=False)
-    accuracy = quiet.test(task, loader(pictures.test))["test/accuracy"]
-    probabilities = quiet.predict(task, loader(pictures.test))
+    accuracy = quiet.test(task, data=data)["test/accuracy"]
+    probabilities = quiet.predict(task, data=data)
     assert isinstance(probabilities, list)
     return Outcome(result.run_dir, accuracy, torch.stack(probabilities).numpy())
 
 
-def _write(pictures: Pictures, outcome: Outcome, program: str) -> None:
+def _write(pictures: demo_data.Pictures, outcome: Outcome, program: str) -> None:
     labels, predicted = pictures.labels[pictures.test], outcome.probabilities.argmax(1)
     picture = outcome.run_dir / "confusion_matrix.png"
     confusion_matrix.draw(confusion_matrix.count(labels, predicted, len(pictures.names)), pictures.names, picture)
@@ -108,5 +160,6 @@ def _write(pictures: Pictures, outcome: Outcome, program: str) -> None:
             writer.writerow([pictures.sources[row], name, f"{probabilities[label]:.4f}", true_name])
     print(f"confusion matrix: {picture}")
     print(f"predictions: {table}")
+    print(f"configuration: {outcome.run_dir / FILE}")
     print(f"curves: {program} dashboard {shlex.quote(str(outcome.run_dir))}")
     print(f"test accuracy: {outcome.accuracy:.4f}", flush=True)

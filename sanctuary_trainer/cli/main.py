@@ -94,7 +94,7 @@ def _demo(chosen: argparse.Namespace, program: str) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from sanctuary_trainer.cli import demo
 
-    demo.run(pictures, chosen.epochs, chosen.processes, chosen.project_dir, program)
+    demo.run(chosen.data, pictures, chosen.epochs, chosen.processes, chosen.project_dir, program)
 
 
 def _dashboard(chosen: argparse.Namespace) -> None:

@@ -12,8 +12,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from sanctuary_trainer import Callback, Run, SettingsError, Trainer
+from sanctuary_trainer import Callback, Run, SettingsError, Trainer, VisionTask
 from sanctuary_trainer.cli.configuration import OWN, SHORT, Configuration, gather
 from sanctuary_trainer.cli.launched import warn_of_fewer_processes
 from sanctuary_trainer.cli.section import Section
@@ -44,7 +45,16 @@ def run(verb: str, arguments: Sequence[str], program: str) -> None:
         _do(verb, told, told.task, program)
 
 
-def _do(verb: str, told: Configuration, task_section: Section, program: str) -> None:
+class Made(NamedTuple):
+    """The objects of a configuration."""
+
+    trainer: Trainer
+    task: VisionTask
+    data: Any
+
+
+def make(verb: str, told: Configuration, task_section: Section) -> Made:
+    """Make what a configuration names: the weights seeded, the data first, whose class names the task may get."""
     trainer: Trainer = told.trainer.make(callbacks=_made_callbacks(verb, told))
     if trainer.settings["seed"] is not None:
         seed_everything(trainer.settings["seed"])  # for the weights; the run is seeded when it begins
@@ -55,6 +65,11 @@ def _do(verb: str, told: Configuration, task_section: Section, program: str) -> 
     task = task_section.make(**more)
     if callable(adapt := getattr(data, "adapt", None)):
         adapt(task)
+    return Made(trainer, task, data)
+
+
+def _do(verb: str, told: Configuration, task_section: Section, program: str) -> None:
+    trainer, task, data = make(verb, told, task_section)
     is_main = os.environ.get("RANK", "0") == "0"
     if verb == "fit":
         result = trainer.fit(task, data=data, resume=told.own.get("resume"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from sanctuary_trainer.cli.main import main
@@ -47,6 +48,11 @@ def check_results(folder: Path, output: str) -> None:
     for name in ("confusion_matrix.png", "predictions.csv"):
         assert str(run / name) in output
     assert f"dashboard {run}" in output
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    assert (
+        kept["data"]["class_path"].endswith("DemoData")
+        and kept["task"]["init_args"]["model"]["init_args"]["side"] == 12
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 64, 64), (1, 28, 28), (3, 17, 31), (1, 3, 5)])
