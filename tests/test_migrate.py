@@ -1,0 +1,94 @@
+"""The pairs in examples/migrate: the switched script ends where the script before it does, and so many lines change."""
+
+import difflib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "examples" / "migrate"
+PAIRS = {  # name of the pair: the package that its script before needs, the page that shows it
+    "loop": ("torch", "from-a-loop"),
+    "accelerate": ("accelerate", "from-a-loop"),
+    "lightning": ("lightning", "from-lightning"),
+}
+FROZEN = {name for name, (package, _) in PAIRS.items() if package not in ("torch", "accelerate")}
+
+Ended = tuple[dict[str, torch.Tensor], dict[str, float], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(FOLDER)
+    yield
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def run(script: str) -> Ended:
+    """Final weights, metrics and predictions of a script."""
+    ended: Ended = importlib.import_module(script).main()
+    return ended
+
+
+def bare(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors alone: a task may call its model otherwise than the script before it did."""
+    return [weights[name] for name in weights]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_switched_script_ends_at_the_same_weights_to_the_last_bit(name: str) -> None:
+    pytest.importorskip(PAIRS[name][0], reason=f"the script before the switch needs {PAIRS[name][0]}")
+    before, after = run(f"{name}_before"), run(f"{name}_after")
+    pairs = list(zip(bare(before[0]), bare(after[0]), strict=True))
+    assert [torch.equal(one, other) for one, other in pairs] == [True] * len(pairs)
+    assert before[1] == pytest.approx({key: after[1][key] for key in before[1]}, abs=1e-6)
+    assert torch.equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("name", sorted(FROZEN))
+def test_the_switched_script_ends_at_what_is_written_down_of_the_one_before(name: str) -> None:
+    references = importlib.import_module("references")
+    known: dict[str, Any] = json.loads((FOLDER / "references.json").read_text())[name]
+    weights, metrics, _ = run(f"{name}_after")
+    found = references.numbers_of(weights, {key: metrics[key] for key in known["metrics"]})
+    # Written with other kernels, float32 training ends nearby: a few images of 300 may be classed otherwise.
+    same = references.here().items() <= known.items()
+    assert found["norm"] == pytest.approx(known["norm"], rel=1e-6 if same else 0.02)
+    assert found["metrics"] == pytest.approx(known["metrics"], abs=1e-6 if same else 0.05)
+    if same:
+        assert found["weights"] == pytest.approx(known["weights"], abs=1e-6)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The script's lines without the text at its head and without blank ones."""
+    return [line for line in path.read_text().split('"""\n', 1)[1].splitlines() if line.strip()]
+
+
+def count_changes(before: list[str], after: list[str]) -> tuple[int, int]:
+    """How many lines of `before` go away, and how many of `after` are written: those that difflib does not match."""
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = [block for block in blocks if block[0] != "equal"]
+    return sum(b - a for _, a, b, _, _ in changed), sum(b - a for *_, a, b in changed)
+
+
+def test_lines_are_counted_on_both_sides() -> None:
+    assert count_changes(["a", "b", "c"], ["a", "B", "B2", "c", "d"]) == (1, 3)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_page_states_how_many_lines_change(name: str) -> None:
+    before, after = (lines_of(FOLDER / f"{name}_{when}.py") for when in ("before", "after"))
+    removed, written = count_changes(before, after)
+    page = (ROOT / "docs" / "migrate" / f"{PAIRS[name][1]}.md").read_text()
+    said = f"of {len(before)} lines {removed} go and {written} are written, {written / len(before):.0%}"
+    assert said in re.sub(r"\s+", " ", page), said
