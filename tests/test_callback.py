@@ -346,7 +346,7 @@ def test_a_name_that_is_taken_is_refused_but_the_same_class_may_be_defined_again
     ("given", "told"),
     [
         ("progres_bar", "Did you mean 'progress_bar'?"),
-        ("zz", "The names are checkpoint, classification_dashboard, early_stopping, ema, gradient_checkpointing, load_balance, "),
+        ("zz", "The names are checkpoint, classification_dashboard, early_stopping, ema, gradient_checkpointing, "),
         (Callback, "give an instance, Callback()"),
         (3, "subclass Callback"),
         (None, "subclass Callback"),
