@@ -1,7 +1,7 @@
 """Writes references.json: what the scripts `NAME_before.py` end with, for those who have not installed their packages.
 
 pip install lightning pytorch-accelerated
-python examples/migrate/references.py lightning transformers pytorch_accelerated
+python examples/migrate/references.py lightning pytorch_accelerated
 """
 
 import contextlib
