@@ -47,6 +47,18 @@ _OPTIONAL = (
 )
 
 
+class _Hyperparameters(dict[str, Any]):
+    """Values by name, also as attributes where a dictionary has none of that name."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"There is no hyper-parameter {name!r}; there are {', '.join(self) or 'none'}."
+            ) from None
+
+
 class VisionTask(nn.Module, ABC):
     """A model together with what it learns from: subclass it, and hand it to a `Trainer`.
 
@@ -81,7 +93,7 @@ class VisionTask(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._run: Run | None = None
-        self._hparams: dict[str, Any] = {}
+        self._hparams = _Hyperparameters()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the task is the task, without the run it is in.
@@ -276,8 +288,8 @@ class VisionTask(nn.Module, ABC):
             self._run.log_image(name, images)
 
     @property
-    def hparams(self) -> dict[str, Any]:
-        """The saved hyper-parameters; empty before `save_hyperparameters`."""
+    def hparams(self) -> _Hyperparameters:
+        """The saved hyper-parameters, `hparams["lr"]` or `hparams.lr`; empty before `save_hyperparameters`."""
         return self._hparams
 
     def save_hyperparameters(self, *names: str, ignore: Iterable[str] = ()) -> None:
@@ -312,9 +324,9 @@ class VisionTask(nn.Module, ABC):
                 f"it has {', '.join(values) or 'none'}."
             )
         chosen = {key: value for key, value in values.items() if (key in names if names else key not in ignored)}
-        self._hparams = {
-            key: _detached(value) for key, value in chosen.items() if key in names or not isinstance(value, nn.Module)
-        }
+        self._hparams = _Hyperparameters(
+            (key, _detached(value)) for key, value in chosen.items() if key in names or not isinstance(value, nn.Module)
+        )
 
     def save_weights(self, path: str | Path) -> Path:
         """Write the task's parameters and buffers to a safetensors file; tied weights stay tied.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections import namedtuple
@@ -345,7 +346,10 @@ def test_hyperparameters_are_found_without_effort() -> None:
             self.save_hyperparameters(ignore="a")
 
     assert Many(1, 5, model=nn.ReLU(), c=Path("x")).hparams == {"a": 1, "rest": (5,), "b": (1, [2]), "c": Path("x")}
-    assert Less(1).hparams == {"b": 2}
+    task = Less(1)
+    assert task.hparams == {"b": 2} and task.hparams.b == 2 and copy.deepcopy(task).hparams.b == 2
+    with pytest.raises(AttributeError, match="no hyper-parameter 'lr'; there are b"):
+        print(task.hparams.lr)
 
     class Child(Less):
         def __init__(self) -> None:
