@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -23,6 +23,7 @@ from sanctuary_trainer.data import BEGINNING, Fetched, RankLoader, Start
 from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.executor import Executor, Window
 from sanctuary_trainer.feed import Feed, limited
+from sanctuary_trainer.foreign import refuse_unknown
 from sanctuary_trainer.learned import OOMEvent
 from sanctuary_trainer.metrics import is_metric_or_collection
 from sanctuary_trainer.optimization import Optimization
@@ -256,8 +257,10 @@ class Run:
         prog_bar: bool = False,
         reduce: str = "mean",
         batch_size: int | None = None,
+        **unknown: Never,
     ) -> None:
         """Record a value; see `VisionTask.log`. Outside a batch its weight is 1; at an epoch's end, the epoch's."""
+        refuse_unknown(self.log, unknown)
         weight: float | None = batch_size
         if weight is None:
             weight = self.batch_samples if self._working else 1

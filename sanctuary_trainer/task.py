@@ -15,7 +15,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from sanctuary_trainer.callback import refuse_unknown_hooks
 from sanctuary_trainer.checkpoint_folder import check_whole
 from sanctuary_trainer.checkpointing import WEIGHTS, read_state
 from sanctuary_trainer.errors import CallbackError, TaskError
+from sanctuary_trainer.foreign import refuse_unknown
 from sanctuary_trainer.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ class VisionTask(nn.Module, ABC):
         prog_bar: bool = False,
         reduce: str = "mean",
         batch_size: int | None = None,
+        **unknown: Never,
     ) -> None:
         """Record a value; does nothing outside a run.
 
@@ -267,6 +269,7 @@ class VisionTask(nn.Module, ABC):
             reduce: "mean" (weighted by samples), "sum", "min" or "max", over batches and ranks.
             batch_size: the weight of this value in a mean, when it is not the batch's number of samples.
         """
+        refuse_unknown(self.log, unknown)
         if self._run is not None:
             self._run.log(
                 name, value, on_step=on_step, on_epoch=on_epoch, prog_bar=prog_bar, reduce=reduce, batch_size=batch_size

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from sanctuary_trainer.balance import Balance
 from sanctuary_trainer.building import (
@@ -39,6 +39,7 @@ from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.finding import Chosen, look_at_run
+from sanctuary_trainer.foreign import refuse_unknown
 from sanctuary_trainer.learned import OOMEvent
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
@@ -166,8 +167,10 @@ class Trainer:
         run_name: str | None = None,
         callbacks: Sequence[Callback | str] | Callback | str = (),
         default_callbacks: bool = True,
+        **unknown: Never,
     ) -> None:
-        settings = {name: value for name, value in locals().items() if name != "self"}
+        settings = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        refuse_unknown(Trainer, unknown)
         self.settings = check_settings(settings)
         check_log_with(log_with)
         given = [callbacks] if isinstance(callbacks, Callback | str) else list(callbacks or ())
@@ -177,7 +180,14 @@ class Trainer:
     # The four verbs
 
     def fit(
-        self, task: VisionTask, train: Any = None, val: Any = None, *, data: Any = None, resume: Any = None
+        self,
+        task: VisionTask,
+        train: Any = None,
+        val: Any = None,
+        *,
+        data: Any = None,
+        resume: Any = None,
+        **unknown: Never,
     ) -> FitResult:
         """Train a task from its present weights, with new optimizers.
 
@@ -199,6 +209,7 @@ class Trainer:
             TaskError: the task cannot be trained as it is.
             RankError: another rank failed.
         """
+        refuse_unknown(Trainer.fit, unknown)
         if not isinstance(resume, str | Path | None):
             raise SettingsError(f'resume={resume!r}; "auto", "last" or a path was expected.')
         with self._run("fit", task, {"train": train, "val": val}, data, resume=resume) as run, run.signals.taken():
@@ -218,21 +229,25 @@ class Trainer:
         )
 
     def validate(
-        self, task: VisionTask, val: Any = None, *, data: Any = None, checkpoint: Any = None
+        self, task: VisionTask, val: Any = None, *, data: Any = None, checkpoint: Any = None, **unknown: Never
     ) -> dict[str, float]:
         """Evaluate a task with `validation_step`; returns the logged values, over all ranks, by full name.
 
         checkpoint: take the weights from there first: a checkpoint's folder, a file of weights, or what `fit` returned
             (its best checkpoint).
         """
+        refuse_unknown(Trainer.validate, unknown)
         with self._run("validate", task, {"val": val}, data, checkpoint=checkpoint) as run:
             return evaluate(run, "val")
 
-    def test(self, task: VisionTask, test: Any = None, *, data: Any = None, checkpoint: Any = None) -> dict[str, float]:
+    def test(
+        self, task: VisionTask, test: Any = None, *, data: Any = None, checkpoint: Any = None, **unknown: Never
+    ) -> dict[str, float]:
         """Evaluate a task with `test_step`; returns the logged values, over all ranks, by full name.
 
         checkpoint: as in `validate`.
         """
+        refuse_unknown(Trainer.test, unknown)
         with self._run("test", task, {"test": test}, data, checkpoint=checkpoint) as run:
             return evaluate(run, "test")
 
@@ -245,6 +260,7 @@ class Trainer:
         checkpoint: Any = None,
         return_predictions: bool = True,
         output_dir: str | Path | None = None,
+        **unknown: Never,
     ) -> list[Any] | Predictions | None:
         """Predict every sample of a loader once.
 
@@ -264,6 +280,7 @@ class Trainer:
             DataError: `predict_step` did not return one item per sample.
             RunFolderError: `output_dir` is not empty.
         """
+        refuse_unknown(Trainer.predict, unknown)
         with self._run("predict", task, {"predict": loader}, data, checkpoint=checkpoint) as run:
             folder = None if output_dir is None else run.devices.on_main(lambda: claim(Path(output_dir)))
             [(name, ranked)] = run.evaluation_loaders.items()

@@ -23,6 +23,7 @@ ROOMS = {
     "errors": 80,
     "signals": 60,
     "settings": 200,
+    "foreign": 80,
     "batch": 150,
     "out_of_memory": 120,
     "state": 60,
@@ -94,6 +95,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "records": (400, "every rule of logging, each with its error"),
     "executor": (350, "also tells waits apart, follows thawed layers, reads a window late, and rehearses DDP's layout"),
     "run": (510, "the documented face of a run: more docstring than code"),
+    "trainer": (460, "its five signatures are written out, and refuse the names of other trainers"),
     "task": (410, "what a user overrides, documented method by method, and a task's weights on disk"),
 }
 

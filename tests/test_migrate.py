@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sanctuary_trainer import Trainer, VisionTask, foreign
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "examples" / "migrate"
@@ -94,3 +96,58 @@ def test_the_page_states_how_many_lines_change(name: str) -> None:
     page = (ROOT / "docs" / "migrate" / f"{PAIRS[name][1]}.md").read_text()
     said = f"of {len(before)} lines {removed} go and {written} are written, {written / len(before):.0%}"
     assert said in re.sub(r"\s+", " ", page), said
+
+
+class Linear(VisionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"seen": 1.0}, sync_dist=True)
+        return self.layer(batch).mean()
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return batch
+
+
+def call(name: str, **arguments: Any) -> object:
+    trainer = Trainer(max_epochs=1, log_with=None, default_callbacks=False)
+    if name == "Trainer":
+        return Trainer(max_epochs=1, **arguments)
+    if name == "log":
+        return Linear().log("loss", 1.0, **arguments)
+    return getattr(trainer, name)(Linear(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "said"),
+    [
+        ("Trainer", {"precision": "bf16-mixed"}, "precision='bf16-mixed'; that is mixed_precision=\"bf16\" here."),
+        ("Trainer", {"precision": "64-true"}, 'mixed_precision is "no", "bf16" or "fp16" here'),
+        ("Trainer", {"devices": 2}, "torchrun --nproc-per-node N"),
+        ("Trainer", {"strategy": "ddp"}, "left out here: several ranks are DDP"),
+        ("Trainer", {"accumulate_grad_batches": 4}, "gradient_accumulation_steps=4 here"),
+        ("Trainer", {"max_epoch": 3}, "max_epoch=3; did you mean max_epochs?"),
+        ("fit", {"datamodule": object}, "that is data= here"),
+        ("validate", {"ckpt_path": "best"}, "what fit returned stands for its best"),
+        ("test", {"dataloaders": []}, "the second argument here"),
+        ("predict", {"zzz": 1}, "it has task, loader, data, checkpoint, return_predictions, output_dir."),
+        ("log", {"sync_dist": True}, "values are always over all ranks"),
+        ("fit", {"train": [torch.ones(2, 1)]}, "log has no argument sync_dist=True"),  # by log_dict in the step
+    ],
+)
+def test_an_argument_of_another_trainer_is_refused_with_what_stands_here_for_it(
+    name: str, argument: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        call(name, **argument)
+
+
+def test_what_is_told_to_use_instead_is_there() -> None:
+    """Every `name=` that the table speaks of is an argument of the Trainer, of its verbs or of `log`."""
+    functions = (Trainer, Trainer.fit, Trainer.validate, VisionTask.log)
+    taken = {name for function in functions for name in inspect.signature(function).parameters} - {"unknown"}
+    told = {name for text in foreign._INSTEAD.values() for name in re.findall(r"\b(?<!\.)(\w+)=", text)}
+    assert told <= taken
+    assert foreign._INSTEAD.keys() & set(inspect.signature(Trainer).parameters) == set()

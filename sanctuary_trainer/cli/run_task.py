@@ -77,9 +77,10 @@ def _do(verb: str, told: Configuration, task_section: Section, program: str) -> 
             print(f"configuration: {result.run_dir / FILE}")
             print(f"curves: {program} dashboard {shlex.quote(str(result.run_dir))}")
     elif verb == "predict":
-        trainer.predict(task, data=data, return_predictions=False, **told.own)
+        folder, checkpoint = told.own["output_dir"], told.own.get("checkpoint")
+        trainer.predict(task, data=data, checkpoint=checkpoint, return_predictions=False, output_dir=folder)
         if is_main:
-            print(f"predictions: {told.own['output_dir']}")
+            print(f"predictions: {folder}")
     else:
         for name, value in getattr(trainer, verb)(task, data=data, **told.own).items():
             if is_main:
