@@ -98,6 +98,19 @@ def test_the_page_states_how_many_lines_change(name: str) -> None:
     assert said in re.sub(r"\s+", " ", page), said
 
 
+def test_the_page_states_how_many_lines_change_in_a_lightning_module() -> None:
+    before, after = (module_in(lines_of(FOLDER / f"lightning_{when}.py")) for when in ("before", "after"))
+    removed, written = count_changes(before, after)
+    page = (ROOT / "docs" / "migrate" / "from-lightning.md").read_text()
+    said = f"of {len(before)} lines {removed} go and {written} are written, {written / len(before):.0%}"
+    assert said in re.sub(r"\s+", " ", page), said
+
+
+def module_in(lines: list[str]) -> list[str]:
+    [first] = [number for number, line in enumerate(lines) if line.startswith("class DigitsModule")]
+    return lines[first : lines.index("def main():")]
+
+
 class Linear(VisionTask):
     def __init__(self) -> None:
         super().__init__()

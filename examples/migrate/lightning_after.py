@@ -94,9 +94,9 @@ class DigitsModule(VisionTask):
         return self(images).argmax(-1)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams.lr, weight_decay=self.hparams.weight_decay)
         steps = self.run.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams["lr"], total_steps=steps)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
