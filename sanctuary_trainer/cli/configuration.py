@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sanctuary_trainer import Callback, SettingsError, Trainer, VisionTask, tasks
+from sanctuary_trainer import Callback, CallbackError, SettingsError, Trainer, VisionTask, tasks
 from sanctuary_trainer.callback import callback_class
 from sanctuary_trainer.cli.entries import FORMAT, Entry, read_file, read_flags
 from sanctuary_trainer.cli.section import Section, find_class
@@ -21,6 +21,11 @@ OWN = {
         "checkpoint": "a checkpoint's folder: take the weights from there",
         "output_dir": "a new or empty folder: write the predictions there (load_predictions reads them)",
     },
+}
+ELSEWHERE = {
+    "trainer": "a setting was expected, as in --trainer.max_epochs 3",
+    "trainer.callbacks": "callbacks are a list of their own in a file, beside trainer, or --callback NAME",
+    "trainer.accelerator": "an object that no text can stand for; its device and ranks are the launcher's business",
 }
 READY_MADE = {name: found for name in tasks.__all__ if isinstance(found := getattr(tasks, name), type)}
 SHORT: dict[str, dict[str, type]] = {
@@ -62,6 +67,8 @@ def gather(verb: str, arguments: Sequence[str]) -> Configuration:
     own = dict[str, str]()
     for entry in [*of_files, *flags]:
         group = entry.key.partition(".")[0]
+        if entry.key in ELSEWHERE:
+            raise SettingsError(f"{entry.key} ({entry.origin}): {ELSEWHERE[entry.key]}.")
         if group in ("task", "data", "trainer", "callback"):
             continue
         if entry.key not in OWN[verb]:
@@ -110,7 +117,7 @@ def _callbacks(of_files: Sequence[Entry], flags: Sequence[Entry]) -> list[Sectio
         unchanged, fields = list(listed), None
         for entry in entries:
             if entry.key == "callback":
-                cls = find_class(entry, {}, Callback) if "." in entry.text else callback_class(entry.text)
+                cls = _callback_class(entry)
                 before = next((one for one in unchanged if one[0] is cls), None)
                 if before is None:
                     listed.append(before := (cls, []))
@@ -124,6 +131,15 @@ def _callbacks(of_files: Sequence[Entry], flags: Sequence[Entry]) -> list[Sectio
                     )
                 fields.append(entry)
     return [Section("callback", cls, fields) for cls, fields in listed]
+
+
+def _callback_class(entry: Entry) -> type:
+    if "." in entry.text:
+        return find_class(entry, {}, Callback)
+    try:
+        return callback_class(entry.text)
+    except CallbackError as error:
+        raise SettingsError(f"{entry.key} ({entry.origin}): {error}") from error
 
 
 def _with_path(section: Section) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from sanctuary_trainer.errors import SettingsError
 
 FORMAT = 1  # of config files; `format: 1` at the head of one that was saved
 GROUPS = ("task", "data", "trainer")  # what has settings; callbacks are a list of such
+NO_SWITCH = ("config", "task", "data", "callback", "resume", "checkpoint", "output_dir")  # flags that need a value
 NULL = ("", "~", "null", "Null", "NULL")
 
 
@@ -45,7 +46,10 @@ def read_flags(flags: Sequence[str]) -> tuple[list[str], list[Entry]]:
             raise SettingsError(f"{flag!r} is no flag: --KEY VALUE was expected, as in --trainer.max_epochs 3.")
         key, equals, text = flag[2:].partition("=")
         if not equals:
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            is_alone = not rest or rest[0].startswith("--")
+            if is_alone and key in NO_SWITCH:
+                raise SettingsError(f"{flag} needs a value: {flag} VALUE.")
+            text = "true" if is_alone else rest.pop(0)
         if key == "config":
             files.append(text)
         else:
@@ -68,16 +72,36 @@ def read_file(path: Path) -> list[Entry]:
         raise SettingsError(f"{path}{where}: no YAML: {getattr(error, 'problem', None) or error}.") from error
     if root is None:
         raise SettingsError(f"{path} is empty; task:, data:, trainer: and callbacks: were expected.")
+    _check_keys(path, root, "the file", set())
     return list(_of_root(path, root))
+
+
+def _check_keys(path: Path, node: Any, what: str, seen: set[int]) -> None:
+    """Refuse keys that are no names or stand twice, at any depth; seen: nodes, which aliases lead to again."""
+    if isinstance(node, yaml.ScalarNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _check_keys(path, one, what, seen)
+        return
+    names: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise SettingsError(f"{_origin(path, key)}: {what} has the key {_text(key):.60}; a name was expected.")
+        if key.value in names:
+            raise SettingsError(f"{_origin(path, key)}: {what} has {key.value!r} twice.")
+        names.add(key.value)
+        _check_keys(path, value, key.value, seen)
 
 
 def _of_root(path: Path, root: Any) -> Iterator[Entry]:
     for name, value in _pairs(path, root, "the file"):
         origin = _origin(path, value)
         if name == "format":
-            if value.value != str(FORMAT):
+            if _text(value) != str(FORMAT):
                 raise SettingsError(
-                    f"{origin}: the file has format {value.value}; this version of the trainer reads {FORMAT}."
+                    f"{origin}: the file has format {_text(value):.60}; this version of the trainer reads {FORMAT}."
                 )
         elif name in GROUPS:
             yield from _of_group(path, name, value)
@@ -91,9 +115,10 @@ def _of_root(path: Path, root: Any) -> Iterator[Entry]:
 
 
 def _of_group(path: Path, name: str, node: Any) -> Iterator[Entry]:
-    if isinstance(node, yaml.ScalarNode):  # task: my.module.Task
-        if _text(node) != "null":
-            yield Entry(name, node.value, _origin(path, node))
+    if isinstance(node, yaml.ScalarNode) and _text(node) == "null" and name in GROUPS:
+        return
+    if isinstance(node, yaml.ScalarNode) and _text(node) != "null" and name != "trainer":  # task: my.module.Task
+        yield Entry(name, node.value, _origin(path, node))
         return
     pairs = dict(_pairs(path, node, name))
     if name != "trainer" and "class_path" in pairs:
@@ -128,11 +153,7 @@ def _of_callback(path: Path, node: Any) -> Iterator[Entry]:
 def _pairs(path: Path, node: Any, what: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(node, yaml.MappingNode):
         raise SettingsError(f"{_origin(path, node)}: {what} holds {_text(node)!r:.60}; KEY: VALUE was expected.")
-    seen: set[str] = set()
     for key, value in node.value:
-        if key.value in seen:
-            raise SettingsError(f"{_origin(path, key)}: {what} has {key.value!r} twice.")
-        seen.add(key.value)
         yield key.value, value
 
 

@@ -72,17 +72,23 @@ def _verb(verb: str, flags: Sequence[str], program: str) -> int:
     try:
         from sanctuary_trainer.cli import run_task
 
-        run_task.run(verb, [flag for flag in flags if flag != "--debug"], program)
+        run_task.run(verb, ["--help" if flag == "-h" else flag for flag in flags if flag != "--debug"], program)
     except (SanctuaryError, OSError) as error:
         if debug:
             raise
         if says:
-            print(f"{program} {verb}: error: {error}", file=sys.stderr)
+            print(f"{program} {verb}: error: {_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{program} {verb}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says, without the traceback that torch puts before that of a loader's worker."""
+    text = str(error)
+    return text.rpartition(f"{type(error).__name__}: ")[2].strip() if "\nOriginal Traceback" in text else text
 
 
 def _demo(chosen: argparse.Namespace, program: str) -> None:

@@ -32,7 +32,7 @@ def find_class(entry: Entry, short: Mapping[str, type], base: type) -> type:
         if name in short:
             return short[name]
         raise SettingsError(
-            f"{at}: {name!r} is none of {', '.join(short)}, and no module.Class{_nearest(name, short)}."
+            f"{at}: {entry.text!r} is none of {', '.join(short)}, and no module.Class{_nearest(name, short)}"
         )
     try:
         module = importlib.import_module(module_name)
@@ -116,9 +116,12 @@ class Section:
                 raise SettingsError(f"{_at(entry)}: no argument of {self.cls.__name__}{_nearest(entry.key, known)}")
 
     def _check_untyped(self, given: Mapping[str, Entry]) -> None:
-        """An argument without a type, whose default is a number or a switch, is one."""
+        """An argument without a type, whose default is a number or a switch, is one; without a default it is needed."""
         for name, parameter in inspect.signature(self.cls).parameters.items():
             entry, default = given.get(f"{self.key}.{name}"), parameter.default
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if entry is None and is_named and parameter.annotation is default is parameter.empty:
+                raise SettingsError(f"{self.key}: {self.cls.__name__} needs --{self.key}.{name}.")  # else it were None
             if entry is None or parameter.annotation is not parameter.empty or not isinstance(default, int | float):
                 continue
             value = self._values[entry.key]
@@ -134,12 +137,26 @@ class Section:
             return f"{self.key}: {self.cls.__name__} needs {names}."
         found = re.search(r'(?:Parser key|argument) "?(?:--)?([\w.]+)', text)
         entry = given.get(found[1]) if found else None
-        expected = sorted(set(re.findall(r"Expected an? (<class '[\w.]+'>|[\w. ]+)", text)))
-        words = " or ".join(_WORDS.get(each, each) for each in expected)
         if entry is None:
             return f"{self.key}: {' '.join(text.split())}"
-        said = f"{words} was expected" if words else " ".join(text.split("\n", 1)[-1].split())
-        return f"{_at(entry)}: {entry.text!r}; {said}."
+        return f"{_at(entry)}: {entry.text!r:.100}; {_said(text):.400}."
+
+
+def _said(text: str) -> str:
+    """Of jsonargparse's error: why the value cannot be had (a class that is not there), or what was expected."""
+    listed = re.search(r"Errors:(.*)\n *Given value type", text, re.DOTALL)
+    parts = re.split(r"\n *- ", listed[1])[1:] if listed else [text.partition("\n")[2]]
+    found = [re.match(r" *Expected (?:an? )?(.*?)(?:\. Got value: .*)?$", part, re.DOTALL) for part in parts]
+    others = [" ".join(part.split()) for part, match in zip(parts, found, strict=True) if match is None]
+    if others:
+        return "; ".join(others).rstrip(".")
+    expected = sorted({match[1] for match in found if match is not None})
+    return f"{' or '.join(_in_words(each) for each in expected)} was expected"
+
+
+def _in_words(expected: str) -> str:
+    choices = re.match(r"typing\.Literal\[(.*)\]|member of <enum .*>: \{(.*)\}", expected)
+    return f"one of {choices[1] or choices[2]}" if choices else _WORDS.get(expected, expected)
 
 
 _WORDS = {
@@ -147,6 +164,9 @@ _WORDS = {
     "<class 'float'>": "a number",
     "<class 'bool'>": "true or false",
     "<class 'str'>": "a text",
+    "<class 'list'>": "a list",
+    "<class 'collections.abc.Sequence'>": "a list",
+    "<class 'dict'>": "a mapping",
     "<class 'NoneType'>": "null",
 }
 

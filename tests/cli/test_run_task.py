@@ -128,11 +128,17 @@ HEAD = "task:\n  class_path: tests.cli.tiny.Typed\n"
         ("trainer:\n max_epochs: 1\n  seed: 2\n", "bad.yaml, line 3: no YAML: "),
         ("- a\n- b\n", "bad.yaml, line 1: the file holds '[a, b]'; KEY: VALUE was expected."),
         ("", "bad.yaml is empty; "),
+        ("trainer: {[a]: b}\n", "bad.yaml, line 1: trainer has the key [a]; a name was expected."),
+        (HEAD + "  width: {a: 1,\n    a: 2}\n", "bad.yaml, line 4: width has 'a' twice."),
+        ("trainer: 3\n", "bad.yaml, line 1: trainer holds '3'; KEY: VALUE was expected."),
+        ("callbacks: [null]\n", "bad.yaml, line 1: callbacks holds 'null'; KEY: VALUE was expected."),
+        ("callbacks:\n- emma\n", "callback (bad.yaml, line 2): No callback is called 'emma'. Did you mean 'ema'?"),
+        ("trainer:\n  callbacks: [ema]\n", "trainer.callbacks (bad.yaml, line 2): callbacks are a list of their own"),
+        ("format: {a: 1}\n", "bad.yaml, line 1: the file has format {a: 1}; "),
         ("# nothing yet\n", "bad.yaml is empty; "),
         ("format: 2\ntrainer: {max_epochs: 1}\n", "bad.yaml, line 1: the file has format 2; this version "),
         ("callbacks:\n- ema: {decayy: 0.9}\n", "callback.decayy (bad.yaml, line 2): no argument of EMA; did you mean"),
         ("callbacks: ema\n", "bad.yaml, line 1: callbacks is a list: "),
-        ("callbacks:\n- emma\n", "No callback is called 'emma'. Did you mean 'ema'?"),
         ("callbacks:\n- early_stopping\n", "callback: EarlyStopping needs --callback.monitor, --callback.mode."),
     ],
 )  # fmt: skip
@@ -159,6 +165,10 @@ def test_a_file_that_says_something_wrong_is_told_with_key_line_and_nearest_name
         ([*TASK, "--callback.decay", "1"], "callback.decay (the command line) belongs to no callback: "),
         ([*TASK, "--checkpoint", "x"], "checkpoint (the command line): fit has config, "),
         (["train"], "'train' is no flag: --KEY VALUE was expected"),
+        (["--config"], "--config needs a value: --config VALUE."),
+        (["--trainer", "3"], "trainer (the command line): a setting was expected, as in --trainer.max_epochs 3."),
+        ([*TASK, "--callback", "tests.cli.tiny.Needing"], "callback: Needing needs --callback.how."),
+        (["--callback", "tests.cli.tiny.Chosen", "--callback.kind", "c"], "callback.kind (the command line): 'c'; one"),
         (["--config", "nowhere.yaml"], "[Errno 2] No such file or directory: 'nowhere.yaml'"),
     ],
 )  # fmt: skip
@@ -173,6 +183,13 @@ def test_an_empty_folder_of_images_is_told(capsys: pytest.CaptureFixture[str]) -
     flags = ["--task", "ImageClassification", "--task.model", "timm:test_resnet", "--task.pretrained", "false"]
     said = refused(["fit", *flags, "--data", "ImageData", "--data.root", "empty"], capsys)
     assert "empty" in said
+
+
+def test_an_image_that_a_loaders_worker_cannot_read_is_told_in_one_sentence(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--config", str(run_yaml), "--data", "tests.cli.tiny.Unreadable"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "sanctuary fit: error: image 3 cannot be read"
 
 
 def test_an_error_of_the_users_own_code_is_a_traceback(run_yaml: Path) -> None:

@@ -1,13 +1,13 @@
 """Tasks and data that the tests of the command line name."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sanctuary_trainer import Callback, VisionTask
+from sanctuary_trainer import Callback, DataError, VisionTask
 
 
 class Typed(VisionTask):
@@ -63,6 +63,29 @@ class Data:
         return DataLoader(TensorDataset(images), self.batch_size)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class Torn:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> Any:
+        raise DataError(f"image {row + 3} cannot be read")
+
+
+class Unreadable(Data):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Torn(), self.batch_size, num_workers=1)  # type: ignore[arg-type]
+
+
+class Needing(Callback):
+    def __init__(self, how):  # type: ignore[no-untyped-def]  # as many people write
+        self.how = how
+
+
+class Chosen(Callback):
+    def __init__(self, kind: Literal["a", "b"] = "a") -> None:
+        self.kind = kind
 
 
 class Every(Callback):
