@@ -512,7 +512,7 @@ def train_with_a_sleeper() -> None:
 
 def test_the_timeout_ends_a_rank_whose_peer_does_not_answer(two_ranks: Ranks) -> None:
     begun = time.monotonic()
-    outcomes = two_ranks.outcomes(train_with_a_sleeper, timeout=25)
+    outcomes = two_ranks.outcomes(train_with_a_sleeper, timeout=14)
     assert outcomes[0].error is not None and "RuntimeError" in outcomes[0].error
     assert time.monotonic() - begun < 40
 
