@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sanctuary_trainer.cli.idx_files import holds_idx_files, read_idx_folder
 from sanctuary_trainer.cli.image_folders import read_class_folders
 from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.image_files import draw_rows
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
 CLOTHES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
@@ -123,21 +124,12 @@ def divide(
     rows = np.arange(len(labels))
     generator = np.random.default_rng(0)
     if test is None:
-        test = _draw(labels, rows, TEST_SHARE, generator, at_least=1)
+        test = draw_rows(labels, rows, TEST_SHARE, generator, at_least=1)
         if len(test) == 0:
             raise DataError(f"Each of the {len(names):,} classes has a single image; the test needs another.")
         alone = [(names[label], sources[np.argmax(labels == label)]) for label in np.flatnonzero(counts == 1)]
         single = "Class {!r} has a single image, {}: it is trained on and not tested."
         remarks = [*remarks, *(single.format(*pair) for pair in alone)]
     rest = np.setdiff1d(rows, test)
-    val = _draw(labels, rest, VAL_SHARE, generator)
+    val = draw_rows(labels, rest, VAL_SHARE, generator)
     return Pictures(images, labels, names, sources, np.setdiff1d(rest, val), val, test, list(remarks))
-
-
-def _draw(labels: Rows, rows: Rows, share: float, generator: np.random.Generator, at_least: int = 0) -> Rows:
-    """Draw this share of every class's rows: at least so many, and never all."""
-    drawn = [np.empty(0, np.int64)]
-    for label in np.unique(labels[rows]):
-        own = generator.permutation(rows[labels[rows] == label])
-        drawn.append(own[: min(max(round(len(own) * share), at_least), len(own) - 1)])
-    return np.sort(np.concatenate(drawn))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import struct
 import warnings
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +13,10 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from sanctuary_trainer.errors import DataError
+from sanctuary_trainer.image_files import BROKEN, as_rgb, class_folders, find_images, what_is_there
 
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 SPLITS = {"train", "val", "valid", "validation", "test"}
 SMALLEST, LARGEST = 8, 64  # pixels a side: less shows a CNN nothing, more takes a CPU too long
-# What Pillow raises for files that are no image, end too early or claim to be enormous.
-BROKEN = (
-    *(OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError),
-    *(struct.error, zlib.error, Image.DecompressionBombError),
-)
 
 
 class ClassFolders(NamedTuple):
@@ -44,14 +37,11 @@ def read_class_folders(folder: Path) -> ClassFolders:
     Raises:
         DataError: there is no class folder with an image, or no image can be read.
     """
-    inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
-    classes = {path.name: sorted(filter(_is_image, path.rglob("*"))) for path in inside if path.is_dir()}
+    classes = {name: find_images(inside) for name, inside in class_folders(folder).items()}
     if classes and {name.lower() for name in classes} <= SPLITS:
         raise DataError(f"{folder} holds no classes but {', '.join(classes)}: give one of these folders.")
     if not any(classes.values()):
-        found = "class folders without images" if classes else "nothing to read"
-        found = "images, but no class folders" if any(map(_is_image, inside)) else found
-        raise DataError(f"{folder} holds {found}; expected FOLDER/CLASS/IMAGE ({' '.join(sorted(SUFFIXES))}).")
+        raise DataError(what_is_there(folder))
 
     paths = [path for files in classes.values() for path in files]
     images, broken = _load_all(paths)
@@ -67,10 +57,6 @@ def read_class_folders(folder: Path) -> ClassFolders:
     remarks += [f"Left out, as it has no image: class {name!r}." for name in classes if name not in names]
     labels = np.array([names.index(file.parts[0]) for file in files], np.int64)
     return ClassFolders(images, labels, names, [str(file) for file in files], remarks)
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def _load_all(paths: Sequence[Path]) -> tuple[npt.NDArray[np.uint8], list[Path]]:
@@ -105,8 +91,5 @@ def _shorter_side(path: Path) -> int | None:
 def _load(path: Path, side: int) -> npt.NDArray[np.uint8]:
     with Image.open(path) as opened:
         opened.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded no larger than needed
-        image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion would cut them off at 255
-            image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-        fitted = ImageOps.fit(image.convert("RGB"), (side, side))
+        fitted = ImageOps.fit(as_rgb(opened), (side, side))
         return np.asarray(fitted, np.uint8).transpose(2, 0, 1)

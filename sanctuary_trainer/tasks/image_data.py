@@ -15,9 +15,10 @@ from typing import Any, final
 from torch.utils.data import DataLoader, Dataset
 
 from sanctuary_trainer.errors import DataError, SettingsError
+from sanctuary_trainer.image_files import find_images
 from sanctuary_trainer.tasks.held_out import Part, hold_out
 from sanctuary_trainer.tasks.image_datasets import of_dataset
-from sanctuary_trainer.tasks.image_sources import ImageFiles, Source, find_images, of_csv, of_folder
+from sanctuary_trainer.tasks.image_sources import ImageFiles, Source, of_csv, of_folder
 from sanctuary_trainer.tasks.model_inputs import ModelInputs, plain_inputs
 
 
@@ -25,8 +26,9 @@ from sanctuary_trainer.tasks.model_inputs import ModelInputs, plain_inputs
 class ImageData:
     """Loaders of labelled images; nothing is decoded before it is asked for.
 
-    Where the source has one split only, a tenth of each class is held out for validation and a tenth for the test,
-    always the same. Where it has several, they are taken as they are, and only a missing validation is held out.
+    Where the source has one split only, a tenth of each class is held out for the test and a tenth of the rest for
+    validation, always the same. Where it has several, they are taken as they are, and only a missing validation is
+    held out.
 
     Args:
         root: a folder with one folder per class, or with train, val and test of these; or a CSV file with the columns

@@ -15,7 +15,8 @@ from typing import Any
 from PIL import Image
 
 from sanctuary_trainer.errors import DataError, SettingsError
-from sanctuary_trainer.tasks.image_sources import SPLITS, LabelledImages, Source, as_classes, as_rgb
+from sanctuary_trainer.image_files import as_rgb
+from sanctuary_trainer.tasks.image_sources import SPLITS, LabelledImages, Source, as_classes
 from sanctuary_trainer.tasks.named_models import check_known, library_of
 
 

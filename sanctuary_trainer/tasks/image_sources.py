@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from sanctuary_trainer.errors import DataError
+from sanctuary_trainer.image_files import BROKEN, as_rgb, class_folders, find_images, what_is_there
 
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 PATH_COLUMNS, LABEL_COLUMNS, SPLIT_COLUMN = (
     ("path", "file", "file_name", "filename", "image"),
@@ -61,22 +60,8 @@ class ImageFiles:
         try:
             with Image.open(self.paths[row]) as opened:
                 return as_rgb(opened)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises
+        except BROKEN as error:
             raise DataError(f"The image {self.paths[row]} cannot be read: {error}. Remove or replace it.") from error
-
-
-def as_rgb(image: Image.Image) -> Image.Image:
-    """The image upright, with three channels of 8 bits."""
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion would cut them off at 255
-        upright = Image.fromarray((np.asarray(upright) // 256).clip(0, 255).astype(np.uint8))
-    return upright.convert("RGB")
-
-
-def find_images(folder: Path) -> list[Path]:
-    """The image files in a folder and below, in order; hidden ones are passed over."""
-    paths = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    return sorted(path for path in paths if not path.name.startswith(".") and path.is_file())
 
 
 def of_folder(folder: Path) -> Source:
@@ -85,23 +70,16 @@ def of_folder(folder: Path) -> Source:
     Raises:
         DataError: there is no class folder with an image.
     """
-    inside = _folders(folder)
+    inside = class_folders(folder)
     if "train" in map(str.lower, inside) and {name.lower() for name in inside} <= SPLITS.keys():
         return as_classes({SPLITS[name.lower()]: _class_folders(path) for name, path in inside.items()}, None)
     return as_classes({"train": _class_folders(folder)}, None)
 
 
-def _folders(folder: Path) -> dict[str, Path]:
-    inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
-    return {path.name: path for path in inside}
-
-
 def _class_folders(folder: Path) -> LabelledImages:
-    found = [(path, name) for name, inside in _folders(folder).items() for path in find_images(inside)]
+    found = [(path, name) for name, inside in class_folders(folder).items() for path in find_images(inside)]
     if not found:
-        what = "class folders without images" if _folders(folder) else "no class folders"
-        what = "images, but no class folders" if find_images(folder) else what
-        raise DataError(f"{folder} holds {what}; expected FOLDER/CLASS/IMAGE ({' '.join(sorted(SUFFIXES))}).")
+        raise DataError(what_is_there(folder))
     paths = [path for path, _ in found]
     return LabelledImages(ImageFiles(paths), [name for _, name in found], list(map(str, paths)))
 

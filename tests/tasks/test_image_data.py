@@ -183,7 +183,7 @@ def test_folders_that_cannot_be_used_are_refused_before_training(tmp_path: Path)
     with pytest.raises(DataError, match=r"root=.*nowhere does not exist; expected a folder"):
         small(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no class folders; expected FOLDER/CLASS/IMAGE"):
+    with pytest.raises(DataError, match=r"empty holds nothing to read; expected FOLDER/CLASS/IMAGE"):
         small(tmp_path / "empty")
     draw(tmp_path / "flat" / "a.png", "red")
     with pytest.raises(DataError, match=r"flat holds images, but no class folders"):
