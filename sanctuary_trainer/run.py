@@ -256,12 +256,12 @@ class Run:
         on_epoch: bool | None = None,
         prog_bar: bool = False,
         reduce: str = "mean",
-        batch_size: int | None = None,
+        batch_size: int | torch.Tensor | None = None,
         **unknown: Never,
     ) -> None:
         """Record a value; see `VisionTask.log`. Outside a batch its weight is 1; at an epoch's end, the epoch's."""
         refuse_unknown(self.log, unknown)
-        weight: float | None = batch_size
+        weight: float | torch.Tensor | None = batch_size
         if weight is None:
             weight = self.batch_samples if self._working else 1
         if self.ends_epoch and self.stage == "train" and on_step is None and on_epoch is None:

@@ -252,7 +252,7 @@ class VisionTask(nn.Module, ABC):
         on_epoch: bool | None = None,
         prog_bar: bool = False,
         reduce: str = "mean",
-        batch_size: int | None = None,
+        batch_size: int | torch.Tensor | None = None,
         **unknown: Never,
     ) -> None:
         """Record a value; does nothing outside a run.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sanctuary_trainer.errors import TaskError
-from sanctuary_trainer.tasks.detectors import Target
+from sanctuary_trainer.tasks.detectors import Target, to_corners
 
 
 def collate_boxes(samples: Sequence[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
@@ -68,8 +68,7 @@ def _is_pair(batch: Any) -> bool:
 
 
 def _absolute(label: Mapping[str, Any], height: int, width: int) -> Target:
-    centres, sizes = label["boxes"].split(2, -1)
-    boxes = torch.cat([centres - sizes / 2, centres + sizes / 2], -1)
+    boxes = to_corners(label["boxes"])
     return {"boxes": boxes * boxes.new_tensor([width, height] * 2), "labels": label["class_labels"]}
 
 

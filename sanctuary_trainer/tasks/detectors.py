@@ -16,9 +16,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+
+from sanctuary_trainer.errors import NotSupportedError, SettingsError
 
 Target = dict[str, Tensor]
+BLIND_TO_MASKS = ("rt_detr", "rt_detr_v2", "d_fine")  # models that take a mask of the padding, and drop it
 MOST = 100  # boxes of an image, where every query has a score for every class; as COCO counts
 
 
@@ -35,9 +38,21 @@ class Detector(Protocol):
 
 
 def detector_of(model: nn.Module) -> Detector:
-    """The way in which this model is asked."""
-    if hasattr(getattr(model, "config", None), "id2label"):
-        return QueryDetector("pixel_mask" in inspect.signature(model.forward).parameters)
+    """The way in which this model is asked.
+
+    Raises:
+        SettingsError: it needs more than boxes to be trained.
+    """
+    config = getattr(model, "config", None)
+    if hasattr(config, "id2label"):
+        takes_mask = "pixel_mask" in inspect.signature(model.forward).parameters
+        return QueryDetector(takes_mask and getattr(config, "model_type", None) not in BLIND_TO_MASKS)
+    heads: Any = getattr(model, "roi_heads", None)
+    if heads is not None and any(getattr(heads, head, bool)() for head in ("has_mask", "has_keypoint")):
+        raise SettingsError(
+            f"{type(model).__name__} is trained with masks or keypoints, which ObjectDetection does not give it. Take "
+            "a model for boxes, such as torchvision:fasterrcnn_resnet50_fpn_v2."
+        )
     return ListDetector()
 
 
@@ -82,7 +97,7 @@ class QueryDetector:
         inputs, sides = self._inputs(images, processor)
         outputs = model(**inputs)
         return [
-            _best(logits, _to_corners(boxes * whole), model.config.num_labels)
+            _best(logits, to_corners(boxes * whole), model.config.num_labels)
             for logits, boxes, whole in zip(outputs.logits.float(), outputs.pred_boxes.float(), sides, strict=True)
         ]
 
@@ -91,10 +106,10 @@ class QueryDetector:
         device = images[0].device
         if processor is None:
             pixels, mask = _padded(images)
-        else:
-            settings = {"do_rescale": False, "do_pad": True, "return_tensors": "pt"}
-            made = processor(images=[image.float() for image in images], **settings)
-            pixels, mask = made["pixel_values"].to(device), made["pixel_mask"].to(device)
+        else:  # one by one: some processors (YOLOS's) pad and do not say where
+            settings = {"do_rescale": False, "do_pad": False, "return_tensors": "pt"}
+            made = [processor(images=[image.float()], **settings)["pixel_values"][0].to(device) for image in images]
+            pixels, mask = _padded(made)
         sides = [image.new_tensor([image.shape[2], image.shape[1]] * 2, dtype=torch.float32) for image in images]
         if self.takes_mask:
             return {"pixel_values": pixels, "pixel_mask": mask}, sides
@@ -130,7 +145,8 @@ def _best(logits: Tensor, boxes: Tensor, num_labels: int) -> Target:
     return {"boxes": boxes[places // num_labels], "scores": scores, "labels": places % num_labels}
 
 
-def _to_corners(boxes: Tensor) -> Tensor:
+def to_corners(boxes: Tensor) -> Tensor:
+    """Boxes (n, 4) as left, top, right, bottom, of their centres and sizes."""
     centres, sizes = boxes.split(2, -1)
     return torch.cat([centres - sizes / 2, centres + sizes / 2], -1)
 
@@ -149,6 +165,11 @@ def _boxes_of_this_rank() -> Iterator[None]:
     """
     module: Any = sys.modules.get("transformers.loss.loss_for_object_detection")
     if module is None or not hasattr(module, "is_accelerate_available"):
+        if module is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise NotSupportedError(
+                f"This version of transformers ({sys.modules['transformers'].__version__}) counts boxes over ranks in "
+                "a way that ObjectDetection does not know: train on one rank, or take transformers 5."
+            )
         yield
         return
     kept, module.is_accelerate_available = module.is_accelerate_available, lambda: False

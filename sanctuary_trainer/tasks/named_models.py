@@ -118,7 +118,10 @@ def _of_torchvision(name: str, kind: Kind, num_classes: int | None, pretrained: 
         whole: nn.Module = models.get_model(name, weights=weights)
         return whole
     sized = {} if num_classes is None else {"num_classes": num_classes}
-    backbone = {} if kind == "classification" else {"weights_backbone": None}  # else it would be loaded all the same
+    # A detector that is told of no weights at all trains all layers, with batch norm awake, as if it began from
+    # nothing: so its backbone is loaded although what it holds is replaced. Elsewhere that would be for nothing.
+    is_whole = kind == "classification" or (kind == "detection" and weights is not None)
+    backbone = {} if is_whole else {"weights_backbone": None}
     made: nn.Module = models.get_model(name, weights=None, **backbone, **sized)
     if weights is not None:
         own_state = made.state_dict()

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor, nn
 
-from sanctuary_trainer.errors import NotSupportedError, SettingsError
+from sanctuary_trainer.errors import NotSupportedError, SettingsError, TaskError
 from sanctuary_trainer.task import VisionTask
 from sanctuary_trainer.tasks.boxed_batch import images_in, targets_in
 from sanctuary_trainer.tasks.detectors import Target, detector_of
@@ -72,7 +73,9 @@ class ObjectDetection(VisionTask):
         from sanctuary_trainer.tasks.box_precision import BoxPrecision  # takes seconds, so only when a task is made
 
         self.save_hyperparameters(ignore=["image_processor"])
-        self.model = make_model(model, "detection", count_classes(class_names, num_classes), pretrained)
+        number = count_classes(class_names, num_classes)
+        self.model = make_model(model, "detection", number, pretrained)
+        self.num_classes = number or getattr(getattr(self.model, "config", None), "num_labels", None)
         self.class_names = name_classes(self.model, class_names)
         self.image_processor = image_processor_of(model, self.model, image_processor)
         self.least_score, self.lr, self.weight_decay = least_score, lr, weight_decay
@@ -90,6 +93,8 @@ class ObjectDetection(VisionTask):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = images_in(batch), targets_in(batch)
+        if batch_idx == 0:  # a look waits for the device, so that it is taken once an epoch
+            self._check_labels(targets)
         loss, parts = self._detector.losses(self.model, images, targets, self._processor(batch))
         self.log_dict({name: part.detach() for name, part in parts.items()})
         return loss
@@ -120,6 +125,13 @@ class ObjectDetection(VisionTask):
 
     def configure_optimizers(self) -> dict[str, Any]:
         return adamw_with_warm_up(self, self.lr, self.weight_decay)
+
+    def _check_labels(self, targets: Sequence[Target]) -> None:
+        """Refuse labels that are no class: a model would take one below or above for "no object"."""
+        labels = torch.cat([target["labels"] for target in targets])
+        least, most = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+        if least < 0 or (self.num_classes is not None and most >= self.num_classes):
+            raise TaskError(f"The labels go from {least} to {most}; expected 0 to {self.num_classes or 'K'} - 1.")
 
     def _processor(self, batch: Any) -> Any:
         """What the images still have to go through: nothing, where a processor made the batch."""

@@ -25,7 +25,7 @@ from sanctuary_trainer.tasks.model_inputs import inputs_of
 from sanctuary_trainer.tasks.named_models import make_model
 from sanctuary_trainer.tasks.processors import image_processor_of
 
-AUXILIARY = 0.4  # weight of the loss of a second head, as torchvision's and transformers' own training have it
+AUXILIARY = 0.5  # weight of the loss of a second head, as in torchvision's own training
 
 
 @final
@@ -103,11 +103,11 @@ class SemanticSegmentation(VisionTask):
         images, masks = images_of(batch), labels_of(batch)
         logits = _enlarged(self._maps(images)[0], masks)
         found = logits.argmax(1)
-        labelled = int((masks != self.ignore_index).sum())
+        labelled = (masks != self.ignore_index).sum()
         loss = F.cross_entropy(logits.float(), masks, ignore_index=self.ignore_index, reduction="sum")
         self.mean_iou.update(found, masks)
         self.accuracy.update(found, masks)
-        self.log("loss", loss / max(labelled, 1), batch_size=labelled)
+        self.log("loss", loss / labelled.clamp(min=1), batch_size=labelled)
         self.log("mean_iou", self.mean_iou)
         self.log("accuracy", self.accuracy)
         return found

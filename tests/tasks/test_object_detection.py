@@ -256,3 +256,66 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
     with pytest.raises(SettingsError, match=r"needs pycocotools, .*pip install"):
         ObjectDetection(retinanet())
+
+
+def test_a_mask_that_the_model_drops_is_not_relied_on() -> None:
+    """RT-DETR takes `pixel_mask` and looks at the padding all the same: its boxes are of the padded image."""
+    from sanctuary_trainer.tasks.detectors import QueryDetector, detector_of
+
+    config = transformers.RTDetrConfig(
+        backbone_config=transformers.RTDetrResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1] * 4, layer_type="basic",
+            out_features=["stage2", "stage3", "stage4"],
+        ),
+        encoder_hidden_dim=16, encoder_in_channels=[8, 8, 8], encoder_ffn_dim=16, d_model=16, num_queries=4,
+        decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16, decoder_layers=1, decoder_attention_heads=2,
+        encoder_attention_heads=2, num_denoising=0, num_labels=len(NAMES),
+    )  # fmt: skip
+    model = transformers.RTDetrForObjectDetection(config).eval()
+    images, mask = torch.rand(1, 3, 64, 64), torch.ones(1, 64, 64, dtype=torch.int64)
+    half = mask.clone()
+    half[:, :, 32:] = 0
+    with torch.no_grad():
+        assert torch.equal(model(images, pixel_mask=mask).pred_boxes, model(images, pixel_mask=half).pred_boxes)
+    detector, drops = detector_of(model), detector_of(tiny("detr"))
+    assert isinstance(detector, QueryDetector) and not detector.takes_mask
+    assert isinstance(drops, QueryDetector) and drops.takes_mask
+
+
+def test_a_processor_that_tells_of_no_padding_serves_too() -> None:
+    yolos = transformers.YolosImageProcessor(size={"shortest_edge": 64, "longest_edge": 96})
+    task = ObjectDetection(tiny("yolos"), image_processor=yolos, least_score=0.0).eval()
+    found = task.predict_step([torch.rand(3, 48, 64), torch.rand(3, 64, 48)], 0)
+    assert [len(of_image["boxes"]) for of_image in found] == [6, 6]
+
+
+@pytest.mark.parametrize("labels", [[-1, 0], [1, len(NAMES)]])
+def test_labels_that_are_no_class_are_refused(labels: list[int]) -> None:
+    task = ObjectDetection(tiny("detr"), class_names=NAMES)
+    target = {"boxes": torch.tensor([[1.0, 1.0, 9.0, 9.0]] * 2), "labels": torch.tensor(labels)}
+    with pytest.raises(TaskError, match=rf"labels go from {labels[0]} to {labels[1]}; expected 0 to {len(NAMES)} - 1"):
+        task.training_step(([torch.rand(3, 32, 32)], [target]), 0)
+
+
+def test_a_model_that_needs_masks_is_refused() -> None:
+    with pytest.raises(SettingsError, match="MaskRCNN is trained with masks or keypoints"):
+        ObjectDetection("torchvision:maskrcnn_resnet50_fpn", class_names=NAMES, pretrained=False)
+
+
+def test_a_pretrained_detector_with_other_classes_keeps_its_batch_norm_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchvision makes it for fine-tuning; the weights are made up, since there is no network."""
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+
+    def made_up(weights: Any, *args: Any, **settings: Any) -> Any:
+        whole = type(weights).__name__.startswith("FasterRCNN")
+        models = torchvision.models
+        model = models.get_model(name, weights=None, weights_backbone=None) if whole else models.mobilenet_v3_large()
+        return {key: torch.full_like(value, 0.5) for key, value in model.state_dict().items()}
+
+    monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", made_up)
+    model = ObjectDetection(f"torchvision:{name}", class_names=NAMES).model
+    kinds = {type(module).__name__ for module in model.modules() if type(module).__name__.endswith("Norm2d")}
+    assert kinds == {"FrozenBatchNorm2d"}
+    first = next(model.backbone.parameters())
+    assert (first == 0.5).all() and not first.requires_grad
+    assert model.roi_heads.box_predictor.cls_score.out_features == len(NAMES) + 1
