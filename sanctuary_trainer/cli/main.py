@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "sanctuary") -> 
 
 def _verb(verb: str, flags: Sequence[str], program: str) -> int:
     debug = "--debug" in flags
-    # Of several processes one a machine says what all of them met; what only one rank met is told by that rank.
+    # Of several processes one a machine says what all of them met. What one rank alone meets in a run, rank 0 is told.
     says = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         from sanctuary_trainer.cli import run_task
