@@ -13,9 +13,8 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from sanctuary_trainer.errors import DataError
-from sanctuary_trainer.image_files import BROKEN, as_rgb, class_folders, find_images, what_is_there
+from sanctuary_trainer.image_files import BROKEN, SPLITS, as_rgb, class_folders, find_images, what_is_there
 
-SPLITS = {"train", "val", "valid", "validation", "test"}
 SMALLEST, LARGEST = 8, 64  # pixels a side: less shows a CNN nothing, more takes a CPU too long
 
 
@@ -38,7 +37,7 @@ def read_class_folders(folder: Path) -> ClassFolders:
         DataError: there is no class folder with an image, or no image can be read.
     """
     classes = {name: find_images(inside) for name, inside in class_folders(folder).items()}
-    if classes and {name.lower() for name in classes} <= SPLITS:
+    if classes and {name.lower() for name in classes} <= SPLITS.keys():
         raise DataError(f"{folder} holds no classes but {', '.join(classes)}: give one of these folders.")
     if not any(classes.values()):
         raise DataError(what_is_there(folder))

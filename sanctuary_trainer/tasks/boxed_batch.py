@@ -63,6 +63,15 @@ def targets_in(batch: Any) -> list[Target]:
     return found
 
 
+def without_crowds(targets: Sequence[Target]) -> list[Target]:
+    """Targets without the boxes around many, which no single box is to be learnt from."""
+    kept = [None if "iscrowd" not in target else target["iscrowd"] == 0 for target in targets]
+    return [
+        target if rows is None else {"boxes": target["boxes"][rows], "labels": target["labels"][rows]}
+        for target, rows in zip(targets, kept, strict=True)
+    ]
+
+
 def _is_pair(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2 and not isinstance(batch[1], Tensor)
 

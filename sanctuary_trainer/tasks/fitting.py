@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +19,10 @@ WARM_UP = 0.05  # of the run's steps
 
 def check_rates(lr: float, weight_decay: float) -> None:
     """Raise a SettingsError for a learning rate or weight decay outside its range."""
-    if lr <= 0 or weight_decay < 0:
-        raise SettingsError(f"lr={lr}, weight_decay={weight_decay}; expected lr > 0 and weight_decay >= 0.")
+    if not lr > 0:
+        raise SettingsError(f"lr={lr}; expected a learning rate above 0.")
+    if not weight_decay >= 0:
+        raise SettingsError(f"weight_decay={weight_decay}; expected at least 0.")
 
 
 def adamw_with_warm_up(task: VisionTask, lr: float, weight_decay: float) -> dict[str, Any]:
@@ -48,8 +51,12 @@ def count_classes(class_names: Sequence[str] | None, num_classes: int | None) ->
     """How many classes there are, by their names or their number; None when neither was given.
 
     Raises:
-        SettingsError: the two differ, or there are fewer than one.
+        SettingsError: the two differ, there are fewer than one, or two have one name.
     """
+    if class_names is not None and (twice := [name for name, count in Counter(class_names).items() if count > 1]):
+        raise SettingsError(
+            f"class_names has {', '.join(map(repr, twice))} twice; expected a name of its own for each."
+        )
     named = None if class_names is None else len(class_names)
     if named is not None and num_classes not in (None, named):
         raise SettingsError(f"num_classes={num_classes}, and class_names has {named}: give one of the two.")
@@ -66,6 +73,9 @@ def name_classes(model: nn.Module, class_names: Sequence[str] | None) -> list[st
 
     Returns:
         The names, as given or as a model of transformers has them; None where nobody knows any.
+
+    Raises:
+        SettingsError: a model of transformers has names for some of its classes only.
     """
     config: Any = getattr(model, "config", None)
     if not isinstance(getattr(config, "id2label", None), dict):
@@ -75,5 +85,10 @@ def name_classes(model: nn.Module, class_names: Sequence[str] | None) -> list[st
             config.id2label = dict(enumerate(class_names))
             config.label2id = {name: number for number, name in enumerate(class_names)}
         return list(class_names)
+    if lacking := sorted(set(range(len(config.id2label))) - config.id2label.keys()):
+        raise SettingsError(
+            f"id2label of the model's config has no name for class {lacking[0]}; expected 0 to "
+            f"{len(config.id2label) - 1}."
+        )
     found = [str(config.id2label[number]) for number in range(len(config.id2label))]
     return None if found == [f"LABEL_{number}" for number in range(len(found))] else found

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sanctuary_trainer.errors import SettingsError
 from sanctuary_trainer.image_files import draw_rows
-from sanctuary_trainer.tasks.image_sources import LabelledImages, Source
 
 
 class Part(NamedTuple):
-    """Some rows of labelled images."""
+    """Some rows of a split, which has `names`, one of each row."""
 
-    images: LabelledImages
+    images: Any
     rows: Sequence[int]
 
 
-def hold_out(source: Source, val_share: float, test_share: float) -> dict[str, Part]:
-    """The parts to train, validate and test with; a missing one is drawn from training, each class by itself.
+def check_shares(val_share: float, test_share: float) -> None:
+    """Raise a SettingsError for shares that leave nothing to train on."""
+    if not (0 <= val_share < 1 and 0 <= test_share < 1 and val_share + test_share < 1):
+        raise SettingsError(f"val_share={val_share}, test_share={test_share}; expected shares in [0, 1), together < 1.")
 
-    The test is held out only where the source has no split but one, and validation from what it leaves. Of each class
-    at least one image is drawn, where a share is asked for, as long as one stays.
+
+def hold_out(
+    splits: Mapping[str, Any], val_share: float, test_share: float, classes: Sequence[int] | None = None
+) -> dict[str, Part]:
+    """The parts to train, validate and test with; a missing one is drawn from training.
+
+    The test is held out only where there is no split but one, and validation from what it leaves. Of each class at
+    least one image is drawn, where a share is asked for, as long as one stays.
+
+    Args:
+        splits: "train", perhaps "val" and "test".
+        val_share, test_share: in [0, 1), together below 1.
+        classes: of each row of training, from which each class gives its share; None: all rows are alike.
     """
-    parts = {split: Part(images, range(len(images.labels))) for split, images in source.splits.items()}
+    parts = {split: Part(images, range(len(images.names))) for split, images in splits.items()}
     shares = {"test": test_share if len(parts) == 1 else 0.0, "val": 0.0 if "val" in parts else val_share}
-    train, labels = parts["train"].images, np.asarray(parts["train"].images.labels)
+    train = splits["train"]
+    labels = np.zeros(len(train.names), np.int64) if classes is None else np.asarray(classes)
     rest, generator = np.arange(len(labels)), np.random.default_rng(0)
     for split, share in shares.items():
         rows = draw_rows(labels, rest, share, generator, at_least=1 if share else 0)

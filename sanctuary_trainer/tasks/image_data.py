@@ -12,23 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from sanctuary_trainer.errors import DataError, SettingsError
-from sanctuary_trainer.image_files import find_images
-from sanctuary_trainer.tasks.held_out import Part, hold_out
+from sanctuary_trainer.tasks.held_out import Part, check_shares, hold_out
 from sanctuary_trainer.tasks.image_datasets import of_dataset
-from sanctuary_trainer.tasks.image_sources import ImageFiles, Source, of_csv, of_folder
+from sanctuary_trainer.tasks.image_sources import Source, of_csv, of_folder
 from sanctuary_trainer.tasks.model_inputs import ModelInputs, plain_inputs
+from sanctuary_trainer.tasks.split_loaders import SplitLoaders, check_size
 
 
 @final
-class ImageData:
-    """Loaders of labelled images; nothing is decoded before it is asked for.
+class ImageData(SplitLoaders):
+    """Loaders of labelled images: batches of images (B, 3, H, W) and labels (B,).
 
-    Where the source has one split only, a tenth of each class is held out for the test and a tenth of the rest for
-    validation, always the same. Where it has several, they are taken as they are, and only a missing validation is
-    held out.
+    Nothing is decoded before it is asked for. Where the source has one split only, a tenth of each class is held out
+    for the test and a tenth of the rest for validation, always the same. Where it has several, they are taken as they
+    are, and only a missing validation is held out.
 
     Args:
         root: a folder with one folder per class, or with train, val and test of these; or a CSV file with the columns
@@ -74,72 +74,31 @@ class ImageData:
         label_column: str | None = None,
         download: bool = False,
     ) -> None:
-        _check(batch_size, num_workers, image_size, val_share, test_share)
+        super().__init__(predict_root, batch_size, num_workers)
+        check_size(image_size)
+        check_shares(val_share, test_share)
         if root is None and dataset is None and predict_root is None:
             raise SettingsError("ImageData needs root=, dataset= or, to predict alone, predict_root=.")
-        self.predict_root = None if predict_root is None else Path(predict_root)
-        self.batch_size, self.num_workers, self.image_size = batch_size, num_workers, image_size
-        self.augment, self.transform, self.train_transform = augment, transform, train_transform
-        self.class_names: list[str] | None = None
-        self._inputs: ModelInputs | None = None
-        self._splits: dict[str, Part] = {}
+        self.image_size, self.augment = image_size, augment
+        self.transform, self.train_transform = transform, train_transform
         if root is not None or dataset is not None:
             source = _read(None if root is None else Path(root), dataset, image_column, label_column, download)
             self.class_names = source.class_names
-            self._splits = hold_out(source, val_share, test_share)
+            self._splits = hold_out(source.splits, val_share, test_share, source.splits["train"].labels)
 
-    def adapt(self, task: Any) -> None:
-        """Take the transforms that belong to a ready-made task's model, where none were given."""
-        self._inputs = getattr(task, "inputs", None)
+    def _samples(self, part: Part, is_training: bool) -> Dataset[Any]:
+        return _Samples(part, self._train_transform() if is_training else self._transform_alone())
 
-    def names(self, split: str) -> list[str]:
-        """What the images of "train", "val" or "test" are called, in order: their paths, or their places."""
-        part = self._splits.get(split)
-        return [] if part is None else [part.images.names[row] for row in part.rows]
+    def _transform_alone(self) -> Callable[[Any], Any]:
+        return self.transform or self._wanted.transform
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of images (B, 3, H, W) and labels (B,), augmented.
-
-        Raises:
-            DataError: there are only images to predict.
-        """
-        if "train" not in self._splits:
-            raise DataError("There is nothing to train on: give root= or dataset=, with labels.")
-        transform = self.train_transform or self.transform
-        if transform is None:
-            transform = self._wanted.augment() if self.augment else self._wanted.transform
-        return self._loader(_Samples(self._splits["train"], transform), shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any] | None:
-        """The validation's batches, in order; None where there are none."""
-        return self._evaluated("val")
-
-    def test_dataloader(self) -> DataLoader[Any] | None:
-        """The test's batches, in order; None where there are none."""
-        return self._evaluated("test")
-
-    def predict_dataloader(self) -> DataLoader[Any] | None:
-        """Images alone, of `predict_root`, in the order of their paths; else the test's or the validation's batches."""
-        if self.predict_root is None:
-            return self.test_dataloader() or self.val_dataloader()
-        if not self.predict_root.is_dir():
-            raise DataError(f"predict_root={self.predict_root} is no folder.")
-        paths = find_images(self.predict_root)
-        if not paths:
-            raise DataError(f"The folder {self.predict_root} holds no images to predict.")
-        return self._loader(_Unlabelled(ImageFiles(paths), self.transform or self._wanted.transform))
+    def _train_transform(self) -> Callable[[Any], Any]:
+        given = self.train_transform or self.transform
+        return given or (self._wanted.augment() if self.augment else self._wanted.transform)
 
     @property
     def _wanted(self) -> ModelInputs:
         return self._inputs or plain_inputs(self.image_size)
-
-    def _evaluated(self, split: str) -> DataLoader[Any] | None:
-        if split not in self._splits:
-            return None
-        return self._loader(_Samples(self._splits[split], self.transform or self._wanted.transform))
-
-    def _loader(self, samples: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(samples, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
 class _Samples(Dataset[Any]):
@@ -157,19 +116,6 @@ class _Samples(Dataset[Any]):
         return self.transform(self.images.read(row)), self.images.labels[row]
 
 
-class _Unlabelled(Dataset[Any]):
-    """Images by number."""
-
-    def __init__(self, files: ImageFiles, transform: Callable[[Any], Any]) -> None:
-        self.files, self.transform = files, transform
-
-    def __len__(self) -> int:
-        return len(self.files.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.files(index))
-
-
 def _read(
     root: Path | None, dataset: Any, image_column: str | None, label_column: str | None, download: bool
 ) -> Source:
@@ -184,13 +130,3 @@ def _read(
         return of_csv(root, image_column, label_column)
     found = "is a file, but no CSV" if root.exists() else "does not exist"
     raise DataError(f"root={root} {found}; expected a folder of images per class, or a CSV file with path and label.")
-
-
-def _check(batch_size: int, num_workers: int, image_size: int, val_share: float, test_share: float) -> None:
-    if batch_size < 1 or num_workers < 0 or image_size < 1:
-        raise SettingsError(
-            f"batch_size={batch_size}, num_workers={num_workers}, image_size={image_size}; "
-            "expected batch_size >= 1, num_workers >= 0 and image_size >= 1."
-        )
-    if not (0 <= val_share < 1 and 0 <= test_share < 1 and val_share + test_share < 1):
-        raise SettingsError(f"val_share={val_share}, test_share={test_share}; expected shares in [0, 1), together < 1.")

@@ -8,15 +8,17 @@ of_dataset(dataset), of_dataset({"train": ..., "val": ...})
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from PIL import Image
+from torch.utils.data import Subset
 
 from sanctuary_trainer.errors import DataError, SettingsError
-from sanctuary_trainer.image_files import as_rgb
-from sanctuary_trainer.tasks.image_sources import SPLITS, LabelledImages, Source, as_classes
+from sanctuary_trainer.image_files import BROKEN, SPLITS, as_rgb
+from sanctuary_trainer.tasks.image_sources import LabelledImages, Source, as_classes
 from sanctuary_trainer.tasks.named_models import check_known, library_of
 
 
@@ -40,18 +42,58 @@ def of_dataset(
         SettingsError: a string names nothing, or its library is missing.
         DataError: the data set cannot be read, or has not what is needed.
     """
+    if isinstance(dataset, str) and dataset.startswith("torchvision:"):
+        dataset = _torchvision_splits(dataset.partition(":")[2], root, download)
+    elif isinstance(dataset, str) and not dataset.startswith("datasets:"):
+        raise SettingsError(f"dataset={dataset!r}; expected datasets:FOLDER_OR_HUB_NAME or torchvision:NAME.")
+    splits = splits_of(dataset)
+    if is_table(splits["train"]):
+        return _of_tables(splits, image_column, label_column)
+    return _of_pairs(splits)
+
+
+def splits_of(dataset: Any) -> dict[str, Any]:
+    """The data sets by split, "train" among them.
+
+    Args:
+        dataset: "datasets:FOLDER_OR_HUB_NAME", one data set, or a mapping of them by split.
+
+    Raises:
+        SettingsError: a string names nothing, or `datasets` is missing.
+        DataError: it cannot be read, or has no split to train on.
+    """
     if isinstance(dataset, str):
         library, _, name = dataset.partition(":")
-        if library not in ("datasets", "torchvision") or not name:
-            raise SettingsError(f"dataset={dataset!r}; expected datasets:FOLDER_OR_HUB_NAME or torchvision:NAME.")
-        dataset = _load(name) if library == "datasets" else _torchvision_splits(name, root, download)
+        if library != "datasets" or not name:
+            raise SettingsError(f"dataset={dataset!r}; expected datasets:FOLDER_OR_HUB_NAME, or the data set itself.")
+        dataset = _load(name)
     splits = dict(dataset) if isinstance(dataset, Mapping) else {"train": dataset}
-    known = {SPLITS[name.lower()]: split for name, split in splits.items() if name.lower() in SPLITS}
+    known = {SPLITS[str(name).lower()]: split for name, split in splits.items() if str(name).lower() in SPLITS}
     if "train" not in known:
         raise DataError(f"The data set has no split 'train'; it has: {', '.join(map(str, splits)) or 'none'}.")
-    if hasattr(known["train"], "features"):
-        return _of_tables(known, image_column, label_column)
-    return _of_pairs(known)
+    return known
+
+
+def is_table(dataset: Any) -> bool:
+    """Whether a data set is one of Hugging Face."""
+    return hasattr(dataset, "features") and hasattr(dataset, "column_names")
+
+
+def column_kinds(table: Any) -> dict[str, str]:
+    """The columns of a Hugging Face data set, by name, with the name of their type.
+
+    Raises:
+        DataError: it is a stream.
+    """
+    if table.features is None or not hasattr(table, "__len__"):
+        raise DataError("The data set is a stream; images are drawn by their number: load it without streaming.")
+    return {name: type(feature).__name__ for name, feature in table.features.items()}
+
+
+def no_column(what: str, column: str | None, kinds: Mapping[str, str]) -> DataError:
+    """What to tell of a column that is not there."""
+    there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    return DataError(f"The data set has no {what} column{'' if column is None else f' {column!r}'}; it has: {there}.")
 
 
 def _load(name: str) -> Any:
@@ -71,27 +113,34 @@ def _load(name: str) -> Any:
 
 def _of_tables(splits: dict[str, Any], image_column: str | None, label_column: str | None) -> Source:
     """Data sets of Hugging Face."""
-    features = splits["train"].features
-    if features is None or not hasattr(splits["train"], "__getitem__"):
-        raise DataError("The data set is a stream; images are drawn by their number: load it without streaming.")
-    kinds = {name: type(feature).__name__ for name, feature in features.items()}
+    kinds = column_kinds(splits["train"])
     image = image_column or next((name for name, kind in kinds.items() if kind == "Image"), None)
     label = label_column or next((name for name, kind in kinds.items() if kind == "ClassLabel"), None)
     label = label or next((name for name in ("label", "labels") if name in kinds), None)
     for what, column in (("image", image), ("label", label)):
         if column not in kinds:
-            there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-            raise DataError(f"The data set has no {what} column {column or ''}; its columns are: {there}.")
-    names = list(features[label].names) if kinds[label] == "ClassLabel" else None
+            raise no_column(what, column, kinds)
+    names = _class_names(splits["train"], str(label))
     found = {}
     for split, table in splits.items():
-        labels = list(table.select_columns([label])[label])
-        if split != "train" and set(labels) <= {-1, None}:
+        if split != "train" and label not in table.column_names:
             continue  # a test split whose labels are kept secret
-        if unlabelled := sum(each in (-1, None) for each in labels):
+        if _class_names(table, str(label)) != names:
+            raise DataError(f"The classes of the split {split!r} are named otherwise than those of training.")
+        labels = list(table.select_columns([label])[label])
+        unlabelled = sum(each in (-1, None) for each in labels)
+        if split != "train" and unlabelled == len(labels):
+            continue
+        if unlabelled:
             raise DataError(f"{unlabelled:,} of the {len(labels):,} images of the split {split!r} have no label.")
-        found[split] = LabelledImages(TableImages(table, str(image)), labels, _numbered(split, len(labels)))
+        found[split] = LabelledImages(TableImages(table, str(image)), labels, numbered(split, len(labels)))
     return as_classes(found, names)
+
+
+def _class_names(table: Any, label: str) -> list[str] | None:
+    """What a column calls its classes; None where they have no names."""
+    names = getattr(table.features[label], "names", None)
+    return None if names is None else list(names)
 
 
 def _of_pairs(splits: dict[str, Any]) -> Source:
@@ -100,19 +149,39 @@ def _of_pairs(splits: dict[str, Any]) -> Source:
     for split, pairs in splits.items():
         if not hasattr(pairs, "__getitem__") or not hasattr(pairs, "__len__"):
             raise DataError(f"A {type(pairs).__name__} has no numbered samples; expected dataset[i] and len(dataset).")
-        labels = getattr(pairs, "targets", getattr(pairs, "labels", None))
-        if labels is None or len(labels) != len(pairs):
-            labels = [pairs[row][1] for row in range(len(pairs))]  # no other way to know them: reads every image once
-        try:
-            numbers = [int(label) for label in labels]
-        except (TypeError, ValueError) as error:
-            raise DataError(f"Labels of a {type(pairs).__name__} are no numbers of classes: {error}") from error
-        found[split] = LabelledImages(PairImages(pairs), numbers, _numbered(split, len(pairs)))
-    names = getattr(splits["train"], "classes", None)
+        labels = [_whole(label, f"{type(pairs).__name__}[{row}]") for row, label in enumerate(_labels(pairs))]
+        found[split] = LabelledImages(PairImages(pairs), labels, numbered(split, len(pairs)))
+    names = _attribute(splits["train"], "classes")
     if not names:
         most = max((max(images.labels) for images in found.values() if images.labels), default=-1)
         names = [str(number) for number in range(most + 1)]
     return as_classes(found, [str(name) for name in names])
+
+
+def _labels(pairs: Any) -> Sequence[Any]:
+    """The label of each sample; from `targets`, without reading the images, where those are what the samples have."""
+    known = _attribute(pairs, "targets")
+    known = _attribute(pairs, "labels") if known is None else known
+    if isinstance(pairs, Subset) and known is not None:
+        known = [known[row] for row in pairs.indices]
+    if known is not None and len(known) == len(pairs) > 0:
+        looked = {0, len(pairs) // 2, len(pairs) - 1}
+        if all(bool(pairs[row][1] == known[row]) for row in looked):  # not where a transform makes them others
+            return list(known)
+    return [pairs[row][1] for row in range(len(pairs))]
+
+
+def _attribute(pairs: Any, name: str) -> Any:
+    return getattr(pairs.dataset if isinstance(pairs, Subset) else pairs, name, None)
+
+
+def _whole(label: Any, where: str) -> int:
+    try:
+        if int(label) == label:
+            return int(label)
+    except (TypeError, ValueError):
+        pass
+    raise DataError(f"The label of {where} is {label!r}; expected the number of a class.")
 
 
 def _torchvision_splits(name: str, root: Path | None, download: bool) -> dict[str, Any]:
@@ -121,25 +190,42 @@ def _torchvision_splits(name: str, root: Path | None, download: bool) -> dict[st
     make = getattr(datasets, name)
     takes = inspect.signature(make.__init__).parameters
     settings: dict[str, Any] = {"root": str(root or "data")} if "root" in takes else {}
-    if "download" in takes:
+    if "download" in takes or any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         settings["download"] = download
+    place = Path(settings.get("root", "."))
     try:
-        if "train" in takes:
-            return {"train": make(train=True, **settings), "test": make(train=False, **settings)}
-        if "split" not in takes:
-            return {"train": make(**settings)}
-        splits = {"train": make(split="train", **settings)}
-        for split in ("val", "test"):
-            try:
-                splits[split] = make(split=split, **settings)
-            except ValueError:  # it has no such split
-                continue
-        return splits
-    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        if not download:
+            return _made_splits(make, takes, settings)
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / ".download.lock"):  # one rank fetches, the others find it
+            return _made_splits(make, takes, settings)
+    except (OSError, RuntimeError) as error:
         raise DataError(
-            f"torchvision:{name} cannot be read from {settings.get('root', 'nowhere')}: {error}. Give root= the folder "
-            "that holds it, or download=True."
+            f"torchvision:{name} cannot be read from {place}: {error}. Give root= the folder that holds it, or "
+            "download=True."
         ) from error
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"torchvision:{name} cannot be made by its name alone: {error}. Make it yourself, and give "
+            'dataset={"train": ..., "test": ...}.'
+        ) from error
+
+
+def _made_splits(make: Any, takes: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    if "train" in takes:
+        return {"train": make(train=True, **settings), "test": make(train=False, **settings)}
+    if "split" not in takes:
+        return {"train": make(**settings)}
+    splits, refused = {}, []
+    for word in ("train", "trainval", "val", "valid", "test"):
+        if SPLITS.get(word, "train") not in splits:
+            try:
+                splits[SPLITS.get(word, "train")] = make(split=word, **settings)
+            except ValueError as error:  # it has no such split
+                refused.append(error)
+    if "train" not in splits:
+        raise refused[0]
+    return splits
 
 
 class TableImages:
@@ -151,9 +237,9 @@ class TableImages:
     def __call__(self, row: int) -> Any:
         try:
             image = self.table[row][self.column]
-        except (OSError, ValueError, SyntaxError) as error:
+            return as_rgb(image) if isinstance(image, Image.Image) else image
+        except BROKEN as error:
             raise DataError(f"The image of row {row} of the data set cannot be read: {error}") from error
-        return as_rgb(image) if isinstance(image, Image.Image) else image
 
 
 class PairImages:
@@ -163,10 +249,13 @@ class PairImages:
         self.pairs = pairs
 
     def __call__(self, row: int) -> Any:
-        image = self.pairs[row][0]
-        return as_rgb(image) if isinstance(image, Image.Image) else image
+        try:
+            image = self.pairs[row][0]
+            return as_rgb(image) if isinstance(image, Image.Image) else image
+        except OSError as error:
+            raise DataError(f"The image {row} of the data set cannot be read: {error}") from error
 
 
-def _numbered(split: str, length: int) -> list[str]:
+def numbered(split: str, length: int) -> list[str]:
     """Names of rows that have none: "train 17"."""
     return [f"{split} {row}" for row in range(length)]

@@ -47,7 +47,7 @@ def inputs_of(model: nn.Module, name: str | None, processor: Any) -> ModelInputs
     if processor is not None:
         return _of_processor(processor)
     if name is not None and name.startswith("torchvision:"):
-        return _of_weights(name.partition(":")[2])
+        return _of_weights(model, name.partition(":")[2])
     if getattr(model, "pretrained_cfg", None) and hasattr(model, "num_features"):
         return _of_timm(model)
     side = getattr(getattr(model, "config", None), "image_size", None)  # a transformers model without a processor
@@ -77,20 +77,26 @@ def _of_timm(model: nn.Module) -> ModelInputs:
     return ModelInputs((height, width), transform, _normalize(config["mean"], config["std"]))
 
 
-def _of_weights(name: str) -> ModelInputs | None:
+def _of_weights(model: nn.Module, name: str) -> ModelInputs | None:
     models = library_of("torchvision", "A model of torchvision").models
     preset = models.get_model_weights(name).DEFAULT.transforms()
     if not hasattr(preset, "crop_size"):
         return None  # detection and segmentation leave the size to the data
     side = preset.crop_size[0]
+    own = getattr(model, "image_size", side)  # of a vision transformer, which some weights came to be larger than
+    if own != side:
+        return plain_inputs(own)
     return ModelInputs((side, side), preset, _normalize(preset.mean, preset.std))
 
 
 def _of_processor(processor: Any) -> ModelInputs:
     from PIL import Image
 
-    transform = Processed(processor)
+    transform: Any = Processed(processor)
     _, height, width = transform(Image.new("RGB", (64, 64))).shape  # `size` has a form of its own in each processor
+    if transform(Image.new("RGB", (96, 64))).shape[1:] != (height, width):  # it keeps the ratio of the sides
+        v2 = library_of("torchvision.transforms.v2", "An image processor without a size of its own")
+        transform = v2.Compose([v2.Resize((height, width), antialias=True), transform])
     steps = {step: False for step in ("do_resize", "do_center_crop") if getattr(processor, step, None)}
     return ModelInputs((height, width), transform, Processed(processor, **steps))
 

@@ -118,10 +118,11 @@ def _of_torchvision(name: str, kind: Kind, num_classes: int | None, pretrained: 
         whole: nn.Module = models.get_model(name, weights=weights)
         return whole
     sized = {} if num_classes is None else {"num_classes": num_classes}
+    if weights is not None and num_classes is not None and kind != "detection":
+        return _with_head_of(models, name, weights, num_classes)
     # A detector that is told of no weights at all trains all layers, with batch norm awake, as if it began from
-    # nothing: so its backbone is loaded although what it holds is replaced. Elsewhere that would be for nothing.
-    is_whole = kind == "classification" or (kind == "detection" and weights is not None)
-    backbone = {} if is_whole else {"weights_backbone": None}
+    # nothing: so its backbone is loaded although what it holds is replaced.
+    backbone = {} if kind == "classification" or weights is not None else {"weights_backbone": None}
     made: nn.Module = models.get_model(name, weights=None, **backbone, **sized)
     if weights is not None:
         own_state = made.state_dict()
@@ -129,6 +130,24 @@ def _of_torchvision(name: str, kind: Kind, num_classes: int | None, pretrained: 
         fitting = {key: value for key, value in saved.items() if _shape(own_state.get(key)) == value.shape}
         made.load_state_dict(fitting, strict=False)
     return made
+
+
+def _with_head_of(models: Any, name: str, weights: Any, num_classes: int) -> nn.Module:
+    """A pretrained model whose last layers, of each of its heads, are new ones for so many classes."""
+    whole: nn.Module = models.get_model(name, weights=weights)
+    known, settings = len(weights.meta["categories"]), dict[str, Any]()
+    if hasattr(whole, "aux_classifier"):
+        settings = {"weights_backbone": None, "aux_loss": whole.aux_classifier is not None}
+    elif hasattr(whole, "backbone"):
+        settings = {"weights_backbone": None}
+    fresh = models.get_model(name, weights=None, num_classes=num_classes, **settings)
+    for path, layer in list(whole.named_modules()):
+        if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.shape[0] == known:
+            new = fresh.get_submodule(path)
+            if new.weight.shape != layer.weight.shape:
+                parent, _, last = path.rpartition(".")
+                setattr(whole.get_submodule(parent), last, new)
+    return whole
 
 
 def _shape(tensor: Any) -> Any:

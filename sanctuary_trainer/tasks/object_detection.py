@@ -6,7 +6,8 @@
 
 A batch is (images, targets), as `collate_boxes` makes it of samples (image, target): images (3, H, W) float in [0, 1]
 of any size, a target {"boxes": (n, 4) left, top, right, bottom in pixels, "labels": (n,)}; n may be 0. Labels count
-from 0 for every model: that torchvision's call the background 0 is taken care of. A mapping as transformers' image
+from 0 for every model: that torchvision's call the background 0 is taken care of. "iscrowd" (n,) marks COCO's boxes
+around many, which are no aim of training and no mistake in evaluation. A mapping as transformers' image
 processors make it is a batch too: {"pixel_values", "pixel_mask", "labels"}.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from sanctuary_trainer.errors import NotSupportedError, SettingsError, TaskError
 from sanctuary_trainer.task import VisionTask
-from sanctuary_trainer.tasks.boxed_batch import images_in, targets_in
+from sanctuary_trainer.tasks.boxed_batch import images_in, targets_in, without_crowds
 from sanctuary_trainer.tasks.detectors import Target, detector_of
 from sanctuary_trainer.tasks.fitting import adamw_with_warm_up, check_rates, count_classes, name_classes
 from sanctuary_trainer.tasks.named_models import library_of, make_model
@@ -95,7 +96,7 @@ class ObjectDetection(VisionTask):
         images, targets = images_in(batch), targets_in(batch)
         if batch_idx == 0:  # a look waits for the device, so that it is taken once an epoch
             self._check_labels(targets)
-        loss, parts = self._detector.losses(self.model, images, targets, self._processor(batch))
+        loss, parts = self._detector.losses(self.model, images, without_crowds(targets), self._processor(batch))
         self.log_dict({name: part.detach() for name, part in parts.items()})
         return loss
 

@@ -161,9 +161,11 @@ def test_frozen_parameters_are_left_alone(run_folder: Path) -> None:
     assert torch.equal(before[0], after[0]) and not torch.equal(before[-1], after[-1])
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"weight_decay": -1.0}, {"label_smoothing": 1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": 0.0}, {"lr": float("nan")}, {"weight_decay": -1.0}, {"label_smoothing": 1.0}]
+)
 def test_settings_outside_their_range_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(SettingsError, match=r"expected (lr > 0|a share)"):
+    with pytest.raises(SettingsError, match=r"=\S+; expected (a learning rate above 0|at least 0|a share)"):
         ImageClassification(plain_model(), **settings)  # type: ignore[arg-type]
 
 
