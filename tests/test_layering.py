@@ -24,7 +24,7 @@ ROOMS = {
     "signals": 60,
     "settings": 200,
     "foreign": 80,
-    "image_files": 60,
+    "image_files": 80,
     "batch": 150,
     "out_of_memory": 120,
     "state": 60,

@@ -7,19 +7,18 @@ of_dataset(dataset), of_dataset({"train": ..., "val": ...})
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from PIL import Image
 from torch.utils.data import Subset
 
 from sanctuary_trainer.errors import DataError, SettingsError
 from sanctuary_trainer.image_files import BROKEN, SPLITS, as_rgb
 from sanctuary_trainer.tasks.image_sources import LabelledImages, Source, as_classes
-from sanctuary_trainer.tasks.named_models import check_known, library_of
+from sanctuary_trainer.tasks.named_models import library_of
+from sanctuary_trainer.tasks.torchvision_sets import torchvision_splits
 
 
 def of_dataset(
@@ -43,7 +42,7 @@ def of_dataset(
         DataError: the data set cannot be read, or has not what is needed.
     """
     if isinstance(dataset, str) and dataset.startswith("torchvision:"):
-        dataset = _torchvision_splits(dataset.partition(":")[2], root, download)
+        dataset = torchvision_splits(dataset.partition(":")[2], root, download)
     elif isinstance(dataset, str) and not dataset.startswith("datasets:"):
         raise SettingsError(f"dataset={dataset!r}; expected datasets:FOLDER_OR_HUB_NAME or torchvision:NAME.")
     splits = splits_of(dataset)
@@ -182,50 +181,6 @@ def _whole(label: Any, where: str) -> int:
     except (TypeError, ValueError):
         pass
     raise DataError(f"The label of {where} is {label!r}; expected the number of a class.")
-
-
-def _torchvision_splits(name: str, root: Path | None, download: bool) -> dict[str, Any]:
-    datasets = library_of("torchvision", f"dataset='torchvision:{name}'").datasets
-    check_known(name, datasets.__all__, "data set of torchvision")
-    make = getattr(datasets, name)
-    takes = inspect.signature(make.__init__).parameters
-    settings: dict[str, Any] = {"root": str(root or "data")} if "root" in takes else {}
-    if "download" in takes or any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        settings["download"] = download
-    place = Path(settings.get("root", "."))
-    try:
-        if not download:
-            return _made_splits(make, takes, settings)
-        place.mkdir(parents=True, exist_ok=True)
-        with FileLock(place / ".download.lock"):  # one rank fetches, the others find it
-            return _made_splits(make, takes, settings)
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"torchvision:{name} cannot be read from {place}: {error}. Give root= the folder that holds it, or "
-            "download=True."
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"torchvision:{name} cannot be made by its name alone: {error}. Make it yourself, and give "
-            'dataset={"train": ..., "test": ...}.'
-        ) from error
-
-
-def _made_splits(make: Any, takes: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    if "train" in takes:
-        return {"train": make(train=True, **settings), "test": make(train=False, **settings)}
-    if "split" not in takes:
-        return {"train": make(**settings)}
-    splits, refused = {}, []
-    for word in ("train", "trainval", "val", "valid", "test"):
-        if SPLITS.get(word, "train") not in splits:
-            try:
-                splits[SPLITS.get(word, "train")] = make(split=word, **settings)
-            except ValueError as error:  # it has no such split
-                refused.append(error)
-    if "train" not in splits:
-        raise refused[0]
-    return splits
 
 
 class TableImages:

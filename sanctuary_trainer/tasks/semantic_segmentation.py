@@ -71,6 +71,8 @@ class SemanticSegmentation(VisionTask):
         number = count_classes(class_names, num_classes)
         self.model = make_model(model, "segmentation", number, pretrained)
         self.class_names = name_classes(self.model, class_names)
+        if hasattr(self.model, "config") and isinstance(head := getattr(self.model, "auxiliary_head", None), nn.Module):
+            head.requires_grad_(False)  # transformers does not give its maps: ranks would wait for its gradients
         number = number or getattr(getattr(self.model, "config", None), "num_labels", None) or _outputs(self.model)
         if number is None:
             raise SettingsError("How many classes the model tells apart is not known: give class_names or num_classes.")

@@ -19,6 +19,7 @@ from sanctuary_trainer import SettingsError, TaskError, Trainer
 from sanctuary_trainer.callbacks import Checkpoint
 from sanctuary_trainer.tasks import ImageClassification, ImageData
 from sanctuary_trainer.tasks.fitting import warm_up_and_cosine
+from sanctuary_trainer.tasks.model_inputs import inputs_of
 
 NUM_CLASSES, SIDE = 3, 32
 
@@ -253,6 +254,65 @@ def test_models_by_name_have_as_many_outputs_as_classes_and_bring_their_transfor
     prepared = task.inputs.transform(image)
     assert torch.equal(prepared, torchvision.models.SqueezeNet1_1_Weights.DEFAULT.transforms()(image))
     assert task.eval().predict_step(prepared[None], 0).shape == (1, 5)
+
+
+def test_a_pretrained_model_of_torchvision_changes_its_last_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its weights ask for stays, too: GoogLeNet's were trained on images normalised otherwise. Weights are made
+    up, since there is no network."""
+    models = pytest.importorskip("torchvision").models
+
+    def made_up(weights: Any, *args: Any, **settings: Any) -> Any:
+        model = models.googlenet(weights=None, init_weights=False)
+        return {key: torch.full_like(value, 0.5) for key, value in model.state_dict().items()}
+
+    monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", made_up)
+    monkeypatch.setattr(
+        torch.nn.init, "trunc_normal_", lambda tensor, *args, **settings: tensor
+    )  # slow, and for nothing
+    model: Any = ImageClassification("torchvision:googlenet", num_classes=10).model
+    assert model.transform_input and model.fc.out_features == 10 and model.aux1 is None
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("fc.")]
+    assert all((parameter == 0.5).all() for parameter in others) and not (model.fc.weight == 0.5).all()
+
+
+def test_a_vision_transformer_of_torchvision_gets_images_of_its_own_size() -> None:
+    """Weights may be of a larger model than its builder makes without them: vit_h_14's are of 518 pixels a side."""
+    torchvision = pytest.importorskip("torchvision")
+    task = ImageClassification("torchvision:vit_b_16", num_classes=2, pretrained=False)
+    assert task.inputs is not None and task.inputs.size == (224, 224)
+    small = torchvision.models.VisionTransformer(64, 16, 1, 2, 16, 32, num_classes=2)
+    inputs = inputs_of(small, "torchvision:vit_h_14", None)
+    assert inputs is not None and inputs.size == (64, 64)
+
+
+def test_a_processor_that_cannot_be_read_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    (vit_folder(tmp_path) / "preprocessor_config.json").write_text("{ broken")
+    with pytest.raises(SettingsError, match=r"image processor .*preprocessor_config\.json cannot be read"):
+        ImageClassification(f"transformers:{tmp_path}")
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert ImageClassification(f"transformers:{tmp_path}").image_processor is None
+
+
+def test_a_processor_that_keeps_the_ratio_of_the_sides_gives_images_of_one_size(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.ConvNextImageProcessor(size={"shortest_edge": 384})  # from 384 on it does not crop
+    vit_folder(tmp_path)
+    keeps = transformers.CLIPImageProcessor(size={"shortest_edge": SIDE}, do_center_crop=False)
+    for each, side in ((processor, 384), (keeps, SIDE)):
+        inputs = inputs_of(transformers_model(), None, each)
+        assert inputs is not None
+        assert {inputs.transform(Image.new("RGB", size)).shape for size in ((64, 64), (64, 90), (90, 64))} == {
+            (3, side, side)
+        }
+
+
+def test_names_of_classes_with_gaps_or_twice_are_refused() -> None:
+    model: Any = transformers_model()
+    model.config.id2label = {0: "a", 1: "b", 3: "c"}
+    with pytest.raises(SettingsError, match="id2label of the model's config has no name for class 2; expected 0 to 2"):
+        ImageClassification(model)
+    with pytest.raises(SettingsError, match="class_names has 'a' twice"):
+        ImageClassification(plain_model(), class_names=["a", "b", "a"])
 
 
 def test_a_module_of_transformers_takes_the_names_and_gives_its_own() -> None:

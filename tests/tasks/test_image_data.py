@@ -240,3 +240,147 @@ def test_workers_change_nothing_of_what_is_learnt(tmp_path: Path, run_folder: Pa
         trainer.fit(task, small(tmp_path / "d", num_workers=workers).train_dataloader())
         weights.append([parameter.tolist() for parameter in task.parameters()])
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("names", [("train", "val", "extra"), ("val", "test"), ("train", "val", "validation")])
+def test_folders_of_splits_that_do_not_fit_together_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        draw_folder(tmp_path / name, 2)
+    with pytest.raises(DataError, match=f"holds {', '.join(sorted(names))}; expected the folders train and, perhaps"):
+        small(tmp_path)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("bus", "car", "train"):
+        draw(tmp_path / name / "a.png", "red")
+        draw(tmp_path / name / "b.png", "red", 1)
+    assert small(tmp_path).class_names == ["bus", "car", "train"]
+
+
+def test_copies_in_hidden_folders_are_passed_over_and_empty_classes_told(tmp_path: Path) -> None:
+    draw_folder(tmp_path, 2)
+    draw(tmp_path / "red" / ".ipynb_checkpoints" / "00-checkpoint.png", "red")
+    draw(tmp_path / "red" / "__MACOSX" / "x.png", "red")
+    (tmp_path / "mauve").mkdir()
+    with pytest.warns(UserWarning, match="no images, and so no class: mauve"):
+        data = small(tmp_path, val_share=0.0, test_share=0.0)
+    assert len(data.names("train")) == 6
+
+
+def test_numbers_as_names_are_ordered_as_numbers(tmp_path: Path) -> None:
+    rows = [[str(draw(tmp_path / f"{n}.png", "red", n)), str(n)] for n in range(12)]
+    table = write_csv(tmp_path / "all.csv", [["path", "label"], *rows])
+    data = small(table, val_share=0.0, test_share=0.0)
+    assert data.class_names == [str(n) for n in range(12)]
+    assert sorted(labels_of(data.train_dataloader())) == list(range(12))
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    columns = {"image": [path for path, _ in rows], "label": list(range(12))}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    assert small(dataset=table, val_share=0.0, test_share=0.0).class_names == [str(n) for n in range(12)]
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Samples whose `targets` say something, and whose images know their number."""
+
+    def __init__(self, labels: list[Any], targets: Any = None, classes: Any = None) -> None:
+        self.pairs = [(Image.new("RGB", (20, 20), (number, 0, 0)), label) for number, label in enumerate(labels)]
+        self.read = 0
+        if targets is not None:
+            self.targets = targets
+        if classes is not None:
+            self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return self.pairs[index]
+
+
+def test_labels_are_those_of_the_samples_whatever_targets_say() -> None:
+    flipped = Pairs([1, 0, 1, 0], targets=[0, 1, 0, 1])
+    assert sorted(labels_of(small(dataset={"train": flipped, "val": flipped}).val_dataloader())) == [0, 0, 1, 1]
+    assert labels_of(small(dataset={"train": flipped, "val": flipped}).val_dataloader()) == [1, 0, 1, 0]
+    plain = Pairs([0, 1] * 50, targets=[0, 1] * 50)
+    small(dataset=plain)
+    assert plain.read == 3  # looked at, and not all read
+
+
+def test_a_part_of_a_data_set_keeps_its_labels_without_reading_it() -> None:
+    whole = Pairs([0, 1, 2] * 10, targets=[0, 1, 2] * 10, classes=["a", "b", "c"])
+    part = torch.utils.data.Subset(whole, [2, 5, 1, 4, 0, 3])
+    data = small(dataset={"train": whole, "val": part})
+    assert data.class_names == ["a", "b", "c"] and whole.read == 6
+    assert labels_of(data.val_dataloader()) == [2, 2, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "told"),
+    [
+        ([0.2, 1.7], None, r"label of Pairs\[0\] is 0.2; expected the number of a class"),
+        (["x", "y"], None, r"label of Pairs\[0\] is 'x'; expected the number of a class"),
+        ([0, 1, 5], ["a", "b"], r"label of train 2 \(train\) is 5; expected 0 to 1"),
+        ([0, -1], ["a", "b"], r"label of train 1 \(train\) is -1; expected 0 to 1"),
+    ],
+)
+def test_labels_that_are_no_class_are_named(labels: list[Any], classes: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        small(dataset=Pairs(labels, classes=classes))
+
+
+def test_data_sets_of_hugging_face_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    files = [str(draw(tmp_path / f"{n}.png", "red", n)) for n in range(4)]
+
+    def table(labels: list[Any], kind: Any) -> Any:
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
+        return datasets.Dataset.from_dict({"image": files, "label": labels}, features=features)
+
+    good = table([0, 1, 0, 1], datasets.ClassLabel(names=["x", "y"]))
+    with pytest.raises(DataError, match="is a stream"):
+        small(dataset=good.to_iterable_dataset())
+    with pytest.raises(DataError, match="classes of the split 'val' are named otherwise"):
+        small(dataset={"train": good, "val": table([0, 1, 0, 1], datasets.ClassLabel(names=["y", "x"]))})
+    with pytest.raises(DataError, match=r"label of train 0 \(train\) is 0.5; expected a class's name"):
+        small(dataset=table([0.5, 1.5, 0.5, 1.5], datasets.Value("float32")))
+    with pytest.raises(DataError, match=r"label of train 0 \(train\) is \[0\]"):
+        small(dataset=table([[0], [1], [0], [1]], datasets.Sequence(datasets.Value("int64"))))
+    splits = {datasets.Split.TRAIN: good, "test": good.remove_columns("label")}
+    assert len(small(dataset=splits, val_share=0.0).names("train")) == 2  # a test without answers is held out
+
+
+@pytest.mark.parametrize("content", ["path,label\na.png,caf\xe9\n".encode("latin-1"), b"\x00\xff\xfe\x89PNG"])
+def test_a_table_in_another_encoding_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=r"t\.csv is no CSV file in UTF-8"):
+        small(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("F", "tiff"), ("I", "tiff")])
+def test_images_whose_white_nobody_knows_are_named(tmp_path: Path, mode: str, suffix: str) -> None:
+    draw_folder(tmp_path, 2)
+    Image.new(mode, (20, 20)).save(tmp_path / "red" / f"x.{suffix}")
+    data = small(tmp_path, val_share=0.0, test_share=0.0)
+    with pytest.raises(DataError, match=rf"x\.tiff cannot be read: it has 32 bits a pixel \(mode {mode}\)"):
+        list(data.train_dataloader())
+
+
+def test_images_of_16_bits_keep_their_brightness(tmp_path: Path) -> None:
+    draw_folder(tmp_path, 2)
+    Image.fromarray(np.full((20, 20), 200 * 256, np.uint16)).save(tmp_path / "red" / "x.png")
+    data = small(predict_root=tmp_path / "red", transform=lambda image: torch.from_numpy(np.asarray(image).copy()))
+    assert data.names("predict")[-1].endswith("x.png")
+    assert (list((data.predict_dataloader() or ()).dataset)[-1] == 200).all()  # type: ignore[union-attr]
+
+
+def test_a_split_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no split 'validation'; expected train, val, test or predict"):
+        small(draw_folder(tmp_path, 2)).names("validation")
+
+
+def test_a_data_set_of_torchvision_with_other_splits_says_which(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    with pytest.raises(DataError, match=r"EMNIST cannot be made by its name alone: Unknown value 'train'.*dataset="):
+        small(tmp_path, dataset="torchvision:EMNIST")

@@ -125,6 +125,40 @@ def test_a_model_of_torchvision_by_its_name() -> None:
         assert task.predict_step(torch.randn(1, 3, 64, 48), 0).shape == (1, 64, 48)
 
 
+def test_a_pretrained_model_of_torchvision_keeps_its_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With outputs for the classes at hand; the weights are made up, since there is no network."""
+    models = pytest.importorskip("torchvision").models
+    name = "deeplabv3_mobilenet_v3_large"
+
+    def made_up(weights: Any, *args: Any, **settings: Any) -> Any:
+        model = models.get_model(name, weights=None, weights_backbone=None, aux_loss=True, num_classes=21)
+        return {key: torch.full_like(value, 0.5) for key, value in model.state_dict().items()}
+
+    monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", made_up)
+    model: Any = SemanticSegmentation(f"torchvision:{name}", num_classes=CLASSES).model
+    for head in (model.classifier, model.aux_classifier):
+        *kept, last = [layer for layer in head.modules() if isinstance(layer, nn.Conv2d)]
+        assert last.out_channels == CLASSES and not (last.weight == 0.5).all()
+        assert all((layer.weight == 0.5).all() for layer in kept)
+    assert model.train()(torch.randn(2, 3, 64, 64))["aux"].shape == (2, CLASSES, 64, 64)
+
+
+def test_a_second_head_of_transformers_whose_maps_are_not_given_is_not_trained() -> None:
+    """Ranks would wait for gradients that never come."""
+    transformers = pytest.importorskip("transformers")
+    backbone = transformers.ConvNextConfig(
+        hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], out_features=["stage1", "stage2", "stage3", "stage4"]
+    )
+    config = transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=8, auxiliary_channels=8, auxiliary_in_channels=8, num_labels=CLASSES
+    )
+    task = SemanticSegmentation(transformers.UperNetForSemanticSegmentation(config))
+    loss = task.training_step((torch.randn(2, 3, 64, 64), torch.randint(0, CLASSES, (2, 64, 64))), 0)["loss"]
+    loss.backward()
+    lacking = {name for name, p in task.named_parameters() if p.requires_grad and p.grad is None}
+    assert not lacking and not any(p.requires_grad for p in task.model.auxiliary_head.parameters())
+
+
 def weights_of(task: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
 
