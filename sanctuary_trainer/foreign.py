@@ -1,6 +1,7 @@
-"""Arguments that are not there: what stands here for those that other trainers have, and the nearest name else.
+"""Names that are not there: what stands here for those that other trainers have, and the nearest argument else.
 
-Who switches writes `Trainer(precision="bf16-mixed")`, and a plain TypeError would not say where that went.
+Who switches writes `Trainer(precision="bf16-mixed")` and `self.trainer`, and what Python says to that would not tell
+where they went.
 """
 
 from __future__ import annotations
@@ -54,6 +55,26 @@ _INSTEAD = {
     "val_dataloaders": "the third argument of fit here",
     "verbose": "left out here",
 }
+
+# By name of an attribute of Lightning's modules, what a task has instead.
+_OF_A_TASK = {
+    "all_gather": "self.run.gather",
+    "current_epoch": "self.run.state.epoch",
+    "device": "self.run.device",
+    "global_rank": "self.run.rank",
+    "global_step": "self.run.state.global_step",
+    "logger": "self.log, self.log_dict and self.log_image",
+    "lr_schedulers": "self.run.schedulers",
+    "optimizers": "self.run.optimizers",
+    "print": "self.run.message",
+    "trainer": "self.run",
+}
+
+
+def explain_attribute(error: BaseException, task: Any) -> None:
+    """Add to an AttributeError of the task what stands here for a name that Lightning's modules have."""
+    if isinstance(error, AttributeError) and error.obj is task and error.name in _OF_A_TASK:
+        error.add_note(f"{error.name} of a Lightning module is {_OF_A_TASK[error.name]} here.")
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:

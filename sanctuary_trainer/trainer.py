@@ -39,7 +39,7 @@ from sanctuary_trainer.devices import Devices
 from sanctuary_trainer.errors import SettingsError, TaskError
 from sanctuary_trainer.executor import Executor
 from sanctuary_trainer.finding import Chosen, look_at_run
-from sanctuary_trainer.foreign import refuse_unknown
+from sanctuary_trainer.foreign import explain_attribute, refuse_unknown
 from sanctuary_trainer.learned import OOMEvent
 from sanctuary_trainer.loops.evaluate import evaluate
 from sanctuary_trainer.loops.fit import fit
@@ -339,6 +339,7 @@ class Trainer:
                 yield run
                 status = "success"
             except BaseException as error:
+                explain_attribute(error, task)
                 if is_out_of_memory(error) and not run.recovery.in_use:
                     error.add_note("callbacks=[OOMFallback()] lets a batch that does not fit go on in pieces.")
                 with devices.together() if settle_boundary(run, error) else nullcontext():

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from sanctuary_trainer import Trainer, VisionTask, foreign
+from sanctuary_trainer import Run, Trainer, VisionTask, foreign
+from sanctuary_trainer.state import RunState
 from tests.conftest import ROOT
+from tests.small_tasks import Line, floats, loader, quiet_trainer
 
 FOLDER = ROOT / "examples" / "migrate"
 PAIRS = {  # name of the pair: the package that its script before needs, the page that shows it
@@ -155,6 +157,41 @@ def test_an_argument_of_another_trainer_is_refused_with_what_stands_here_for_it(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(said)):
         call(name, **argument)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "configure_optimizers", "on_train_epoch_end"])
+def test_an_attribute_of_lightnings_modules_is_told_with_what_stands_here(hook: str) -> None:
+    """In every method of a task; an attribute that is missing anywhere else is Python's business."""
+
+    def asks(task: Any, *arguments: Any) -> Any:
+        return task.trainer.current_epoch
+
+    def asks_a_layer(task: Any, *arguments: Any) -> Any:
+        return torch.nn.Identity().trainer
+
+    with pytest.raises(AttributeError) as raised:
+        fit(type("Asks", (Line,), {hook: asks})())
+    assert raised.value.__notes__ == ["trainer of a Lightning module is self.run here."]
+    with pytest.raises(AttributeError) as raised:
+        fit(type("AsksALayer", (Line,), {hook: asks_a_layer})())
+    assert not hasattr(raised.value, "__notes__")
+
+
+def fit(task: VisionTask) -> None:
+    numbers = loader(floats([1, 2]), 1)
+    quiet_trainer(max_epochs=1).fit(task, numbers, numbers)
+
+
+def test_what_a_task_has_instead_is_there() -> None:
+    for text in foreign._OF_A_TASK.values():
+        for name in re.findall(r"self\.([\w.]+)", text):
+            owner, *path = name.split(".")
+            if owner != "run":
+                assert hasattr(VisionTask, owner)
+            elif path and path[0] != "state":
+                assert hasattr(Run, path[0])
+            elif path:
+                assert path[1] in RunState.__dataclass_fields__
 
 
 def test_what_is_told_to_use_instead_is_there() -> None:
